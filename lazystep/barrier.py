@@ -1,0 +1,333 @@
+"""The barrier: cut the recording, look its program up, queue it, go on.
+
+Wires record, compile and execute together; they do not know each other. Everything that makes a
+recording run goes through `Runtime.flush`: `mark_step`, reads that need values, and the automatic
+barrier of a recording that has grown too long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import metrics
+from .compile.programs import ProgramCache, Variant
+from .config import settings
+from .errors import ForkError, LazyStepError, StepError
+from .execute.executable import Executable
+from .execute.executor import Executor, report_dropped
+from .execute.reference import ReferenceExecutable
+from .execute.run import Cell, Run
+from .program.program import Program
+from .record.assemble import assemble
+from .record.handle import Handle, Storage
+from .record.recorder import Cut, KnownRecording, Recorder
+from .record.source import user_line
+
+
+class Runtime:
+    """The lazy device's state: one recorder, one program cache, one executor."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.programs: ProgramCache[KnownRecording, Executable] = ProgramCache()
+        self.executor = Executor()
+        self.num_steps = 0
+        self.last_program: Program | None = None
+        self.is_forked = False
+        self.recorder.synchronize = self.synchronize
+        self.recorder.synchronize_all = self.synchronize_all
+        self.recorder.on_full = self._automatic_barrier
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    # -- barriers ------------------------------------------------------------------------------
+
+    def flush(self) -> Run | None:
+        """Queue everything that has been recorded. Waits only for a place among the steps in flight.
+
+        Waiting happens without the lock; cutting and queueing happen in one piece under it, so
+        that programs run in the order in which they were recorded, whichever thread cuts them.
+        """
+        self._refuse_in_forked_child()
+        while True:
+            with self.recorder.lock:
+                if self.executor.has_room() or not self.recorder.recording.entries:
+                    return self._cut_and_submit()
+            self.executor.wait_for_room()
+
+    def _cut_and_submit(self) -> Run | None:
+        cut = self.recorder.cut()
+        if cut is None:
+            return None
+        recording = cut.recording
+        known = self.recorder.identify(recording)
+        variant = self._find_program(known, cut)
+        self.recorder.guess_next(known)
+        handles = dict(cut.live)
+        outputs = [handles.get(index) for index in variant.outputs]
+        state = _WrittenState(recording.written, variant.executable.program)
+        self.num_steps += 1
+        self.last_program = variant.executable.program
+        run = Run(
+            variant.executable,
+            recording.inputs,
+            recording.scalars,
+            outputs,
+            self.num_steps,
+            _find_error,
+            state.on_failure,
+        )
+        for _, handle in cut.live:
+            handle.run = run
+        for storage in recording.written:
+            storage.run, storage.writer = run, None
+        for _, handle in cut.live:
+            if handle.storage.writer is recording:
+                handle.storage.run, handle.storage.writer = run, None
+        metrics.count("programs_recorded")
+        metrics.count("instructions_recorded", len(recording.entries) - len(recording.inputs))
+        metrics.add_seconds("recording", time.perf_counter() - recording.started)
+        self.executor.submit(run)
+        return run
+
+    def _find_program(self, known: KnownRecording, cut: Cut) -> Variant[Executable]:
+        outputs = tuple(index for index, _ in cut.live)
+        variant = self.programs.find(known, outputs)
+        if variant is not None:
+            metrics.count("cache_hits")
+            return variant
+        metrics.count("cache_misses")
+        program = assemble(known.entries, known.sources, outputs)
+        variant = Variant(outputs, ReferenceExecutable(program))
+        self.programs.add(known, variant, settings.program_cache_size)
+        return variant
+
+    def _automatic_barrier(self) -> None:
+        metrics.count("automatic_barriers")
+        self.flush()
+
+    # -- reads ---------------------------------------------------------------------------------
+
+    def synchronize(self, handles: Sequence[Handle]) -> None:
+        """Run what is recorded if one of these values depends on it, and wait for the values.
+
+        Waits for the steps that make or write them, not for the steps queued behind those.
+        Raises the error of a step that failed to make them or left them half updated.
+        """
+        self._refuse_in_forked_child()
+        with self.recorder.lock:
+            is_pending = any(self.recorder.is_pending(h) for h in handles)
+        if is_pending:
+            self.flush()
+        start = time.perf_counter()
+        for handle in handles:
+            for run in (handle.run, handle.storage.run):
+                if run is not None:
+                    run.wait()
+        metrics.add_seconds("waiting", time.perf_counter() - start)
+        error = _find_error(handles)
+        if error is not None:
+            self._forget_failure(error)
+            raise _again(error)
+
+    def synchronize_all(self) -> None:
+        """Run what is recorded and wait until the executor is idle. Raises what failed."""
+        self.flush()
+        self.executor.wait_idle()
+        self.raise_failures()
+
+    def _forget_failure(self, error: LazyStepError) -> None:
+        """A failure that a read reports is not reported again by the next barrier."""
+        rest = [e for e in self.executor.take_failures() if e is not error]
+        self.executor.put_back(rest)
+
+    def raise_failures(self) -> None:
+        """Raise what has failed in the background since the last call; the first, with the rest as notes."""
+        failures = self.executor.take_failures()
+        if failures:
+            for other in failures[1:]:
+                failures[0].add_note(f"also: {other}")
+            raise failures[0]
+
+    # -- the process ---------------------------------------------------------------------------
+
+    def _refuse_in_forked_child(self) -> None:
+        if self.is_forked:
+            raise ForkError(
+                "lazy tensors can't be used in a forked child: the executor thread stayed in the parent. "
+                'Use CPU tensors in workers, and .to("lazy") in the parent; or start workers with "spawn".'
+            )
+
+    def _after_fork(self) -> None:
+        self.is_forked = True
+
+    def _at_exit(self) -> None:
+        if self.is_forked:
+            return
+        try:
+            report_dropped(self.executor.close(settings.exit_timeout))
+            failures = self.executor.take_failures()
+            for failure in failures:
+                print(f"lazystep: a step failed and nobody looked: {failure}", file=sys.stderr)
+        except KeyboardInterrupt:
+            return
+        if failures:
+            # An exit handler can't change the exit status in any other way. Handlers that were
+            # registered before lazystep was imported do not run then: the run has failed anyway.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class _WrittenState:
+    """The storages that a run writes, for the case that it fails midway."""
+
+    def __init__(self, written: Sequence[Storage], program: Program) -> None:
+        self._storages = {storage.number: storage for storage in written}
+        self._program = program
+
+    def on_failure(self, error: LazyStepError, position: int) -> None:
+        """Mark what was half updated: written by an instruction that has run or has begun to."""
+        for number, first_write in self._program.storage_writes().items():
+            if first_write <= position and number in self._storages:
+                damage = StepError(
+                    f"this tensor was left half updated by a failed step ({error}). "
+                    "Overwrite it as a whole (load_state_dict, copy_, zero_) or make it anew before going on."
+                )
+                damage.__cause__ = error
+                self._storages[number].error = damage
+
+
+def _find_error(cells: Sequence[Cell]) -> LazyStepError | None:
+    """The failure that one of these values inherits."""
+    for cell in cells:
+        assert isinstance(cell, Handle)
+        if cell.storage.error is not None:
+            return cell.storage.error
+        if cell.tensor is None and cell.run is not None and cell.run.error is not None:
+            return cell.run.error
+    return None
+
+
+def _again(error: LazyStepError) -> LazyStepError:
+    # A fresh object per raise: tracebacks pile up on an exception that is raised again and again.
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+runtime = Runtime()
+
+
+# -- the step API ------------------------------------------------------------------------------
+
+
+class DeviceContext:
+    """What belongs to one device. There is one lazy device, so there is one context."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"DeviceContext({self.device!r})"
+
+
+_context = DeviceContext("lazy:0")
+
+
+def _check_device(device: Any) -> None:
+    name = str(device) if device is not None else ""
+    if name not in ("", "lazy", "lazy:0"):
+        raise ValueError(f"there is no device {name!r} here; expected 'lazy', 'lazy:0' or nothing")
+
+
+def get_device_context(device: Any = None) -> DeviceContext:
+    """The context of a device; of the lazy device if none is named."""
+    _check_device(device)
+    return _context
+
+
+def mark_step(device: str = "", wait: bool = False) -> None:
+    """End the step: queue everything recorded since the last barrier as one program.
+
+    Returns as soon as the program is queued; waits only if `max_in_flight` steps are queued
+    already, or with `wait=True` until this step has run. Raises what failed in the background
+    since the last barrier.
+
+        loss.backward(); opt.step(); opt.zero_grad()
+        lazystep.mark_step()
+    """
+    _check_device(device)
+    run = runtime.flush()
+    if wait and run is not None:
+        run.wait()
+    runtime.raise_failures()
+
+
+def wait_device_ops(devices: Any = None) -> None:
+    """Block until every queued step has run. Does not end the current step. Raises what failed."""
+    for device in [devices] if isinstance(devices, (str, torch.device)) else devices or ():
+        _check_device(device)
+    runtime.executor.wait_idle()
+    runtime.raise_failures()
+
+
+def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Any] = ()) -> None:
+    """Compute these tensors now: run what they need, in recorded order, and wait for it.
+
+    The recording is cut here: everything recorded so far runs, as one program that is looked up in
+    the cache like a step's. Tensors that have their values already cost nothing.
+    """
+    for device in devices:
+        _check_device(device)
+    handles = [handle_of(t) for t in tensors]
+    metrics.count_synchronization("sync_multi", user_line())
+    runtime.synchronize(handles)
+
+
+def handle_of(tensor: torch.Tensor) -> Handle:
+    """The handle of a lazy tensor; `ValueError` for any other."""
+    handle = getattr(tensor, "_handle", None)
+    if not isinstance(handle, Handle):
+        kind = f"a tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(f'expected tensors on the lazy device, got {kind}; .to("lazy") moves a tensor there')
+    return handle
+
+
+def to_cpu(tensors: Any, devices: Any = None) -> Any:
+    """The same structure with every lazy tensor as a CPU tensor of its own. Synchronizes once.
+
+    Takes any nesting of lists, tuples and dicts; what is not a lazy tensor passes through.
+    """
+    for device in devices or ():
+        _check_device(device)
+    lazy = [t for t in pytree.tree_leaves(tensors) if isinstance(getattr(t, "_handle", None), Handle)]
+    if lazy:
+        metrics.count_synchronization("to_cpu", user_line())
+        runtime.synchronize([handle_of(t) for t in lazy])
+
+    def move(leaf: Any) -> Any:
+        return leaf.detach().cpu() if isinstance(getattr(leaf, "_handle", None), Handle) else leaf
+
+    return pytree.tree_map(move, tensors)
+
+
+def save(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """`torch.save` of CPU tensors: the file loads anywhere, without lazystep.
+
+    Takes what `torch.save` takes. Tensors that share memory still share it in the file. Synchronizes
+    once, for all tensors together.
+    """
+    lazy = [t for t in pytree.tree_leaves(tensors) if isinstance(getattr(t, "_handle", None), Handle)]
+    if lazy:
+        metrics.count_synchronization("save", user_line())
+        runtime.synchronize([handle_of(t) for t in lazy])
+    torch.save(tensors, *args, **kwargs)

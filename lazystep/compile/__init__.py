@@ -1,0 +1,1 @@
+"""Recordings in, executables out. Reading order: programs."""

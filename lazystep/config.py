@@ -1,0 +1,140 @@
+"""Every setting, its environment variable, its default.
+
+Settings are read from the environment once, at import; a value that does not parse is a
+`ConfigError` that names the variable. They can be changed afterwards:
+
+    lazystep.config.settings.max_in_flight = 2
+    with lazystep.config.override(source_lines=False): ...
+
+This module imports nothing of lazystep but its errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import ConfigError
+
+_PREFIX = "LAZYSTEP_"
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True}
+_FLAGS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+def _parse_flag(text: str) -> bool:
+    try:
+        return _FLAGS[text.strip().lower()]
+    except KeyError:
+        raise ValueError("expected one of 1, 0, true, false, yes, no, on, off") from None
+
+
+def _positive(value: float) -> None:
+    if not value > 0:
+        raise ValueError("expected a number greater than 0")
+
+
+def _any(value: object) -> None:
+    del value
+
+
+def _setting(default: Any, doc: str, parse: Callable[[str], Any], check: Callable[[Any], None]) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc, "parse": parse, "check": check})
+
+
+@dataclasses.dataclass
+class Settings:
+    """All settings. Each field is read from `LAZYSTEP_<NAME IN CAPITALS>`."""
+
+    max_in_flight: int = _setting(
+        4, "Steps that may be queued or running before `mark_step` waits for a place.", int, _positive
+    )
+    max_instructions: int = _setting(
+        20_000, "A recording of this many instructions gets an automatic barrier.", int, _positive
+    )
+    program_cache_size: int = _setting(
+        256, "Programs kept in memory; the least recently used one goes first.", int, _positive
+    )
+    wait_timeout: float = _setting(
+        1800.0, "Seconds that a read or barrier waits for the executor before it raises.", float, _positive
+    )
+    exit_timeout: float = _setting(
+        10.0, "Seconds that the end of the process waits for queued steps.", float, _positive
+    )
+    source_lines: bool = _setting(
+        True, "Keep the user's file and line of each instruction, for errors.", _parse_flag, _any
+    )
+    check_layouts: bool = _setting(
+        True,
+        "Compare what each op returns with what was inferred for it, at a program's first run.",
+        _parse_flag,
+        _any,
+    )
+    verify_programs: bool = _setting(
+        False, "Check a program's invariants after every transformation (on in tests).", _parse_flag, _any
+    )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        field = self.__dataclass_fields__.get(name)
+        if field is None:
+            known = ", ".join(self.__dataclass_fields__)
+            raise ConfigError(f"there is no setting {name!r}; the settings are {known}")
+        kind = type(field.default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (isinstance(value, kind) or (kind is float and is_number)) or (
+            kind is int and isinstance(value, bool)
+        ):
+            raise ConfigError(f"{name} = {value!r}: expected {kind.__name__}, got {type(value).__name__}")
+        try:
+            field.metadata["check"](value)
+        except ValueError as error:
+            raise ConfigError(f"{name} = {value!r} (variable {variable(name)}): {error}") from None
+        super().__setattr__(name, value)
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Settings with every `LAZYSTEP_*` variable of `environ` applied."""
+        values = {}
+        for field in dataclasses.fields(cls):
+            text = environ.get(variable(field.name))
+            if text is None:
+                continue
+            try:
+                values[field.name] = field.metadata["parse"](text)
+                field.metadata["check"](values[field.name])
+            except ValueError as error:
+                raise ConfigError(f"{variable(field.name)}={text!r}: {error}") from None
+        return cls(**values)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting: `variable("max_in_flight")` is `LAZYSTEP_MAX_IN_FLIGHT`."""
+    return _PREFIX + name.upper()
+
+
+def describe() -> str:
+    """A table of all settings: variable, value now, meaning."""
+    rows = []
+    for field in dataclasses.fields(Settings):
+        value = getattr(settings, field.name)
+        rows.append(f"{variable(field.name):<30} {value!s:<8} {field.metadata['doc']}")
+    return "\n".join(rows)
+
+
+@contextmanager
+def override(**values: Any) -> Iterator[Settings]:
+    """Change settings inside a `with` block, for every thread, and put them back afterwards."""
+    saved = {name: getattr(settings, name, None) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(settings, name, value)
+        yield settings
+    finally:
+        for name, value in saved.items():
+            if value is not None:
+                setattr(settings, name, value)
+
+
+settings = Settings.from_environ(os.environ)

@@ -1,0 +1,44 @@
+"""Looking at what is recorded, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .barrier import handle_of, runtime
+from .program.printer import to_dot
+from .program.program import Program
+from .record.assemble import assemble
+
+
+def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
+    """The program that would compute these tensors now, as recorded since the last barrier.
+
+    Records nothing, runs nothing. A tensor that has its value already is not part of it.
+    """
+    handles = [handle_of(t) for t in tensors]
+    with runtime.recorder.lock:
+        recording = runtime.recorder.recording
+        known = runtime.recorder.identify(recording)
+        wanted = [h.index for h in handles if h.recording is recording and h.index in recording.live]
+        return assemble(known.entries, known.sources, tuple(dict.fromkeys(wanted)))
+
+
+def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
+    """The pending program of these tensors, as `"text"` or as a `"dot"` graph. Runs nothing."""
+    if format == "text":
+        return str(pending_program(tensors))
+    if format == "dot":
+        return to_dot(pending_program(tensors))
+    raise ValueError(f"format {format!r}: expected 'text' or 'dot'")
+
+
+def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
+    """The pending program of these tensors as a graph in the dot language. Runs nothing."""
+    return dump_ir(tensors, "dot")
+
+
+def last_program() -> Program | None:
+    """The program of the step that was queued last: `print(lazystep.debug.last_program())`."""
+    return runtime.last_program

@@ -1,0 +1,1 @@
+"""Programs in, tensors out. Reading order: executable, reference, run, executor."""

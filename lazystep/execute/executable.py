@@ -1,0 +1,31 @@
+"""What can run a program. The reference executable is the oracle; native ones must agree with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..program.program import Program
+
+
+class Executable(Protocol):
+    """Runs one program, any number of times, on one thread at a time."""
+
+    program: Program
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        """Run once and return the outputs. Written inputs are updated in place.
+
+        Empties `inputs`, so that a tensor nobody else holds is freed at its last use.
+        Raises `InstructionError` where an op fails.
+        """
+
+
+class InstructionError(Exception):
+    """An op of a program failed. `__cause__` is its error; instructions before `position` have run."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position

@@ -1,0 +1,152 @@
+"""The executor: one thread that runs queued steps, first in, first out.
+
+One thread, because order is what makes in-place updates right, and because only one thread may own
+an OpenMP pool. It starts with the first step and ends with the process, within a deadline.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+
+from .. import metrics
+from ..config import settings
+from ..errors import LazyStepError, WaitTimeoutError
+from .run import Run
+
+
+class Executor:
+    """Runs steps in the order in which they were submitted.
+
+    Errors are kept until `take_failures`; a failed step does not stop the steps behind it, which
+    fail by themselves where they depend on it.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._queue: deque[Run] = deque()
+        self._running: Run | None = None
+        self._failures: list[LazyStepError] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # -- the training thread's side ----------------------------------------------------------
+
+    def has_room(self) -> bool:
+        """Whether `submit` stays within the bound on steps in flight."""
+        return self.num_in_flight < settings.max_in_flight
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are queued or running."""
+        return len(self._queue) + (self._running is not None)
+
+    def submit(self, run: Run) -> None:
+        """Queue a step. Never waits: callers wait for room first, outside of their locks.
+
+        After `close`, as in an `atexit` handler, the step runs on the calling thread instead: the
+        interpreter starts no new threads by then.
+        """
+        with self._condition:
+            if not self._closed:
+                self._queue.append(run)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name="lazystep-executor", daemon=True)
+                    self._thread.start()
+                self._condition.notify_all()
+                return
+        failure = run.execute()
+        if failure is not None:
+            self._failures.append(failure)
+
+    def wait_for_room(self) -> None:
+        """Block until a step may be submitted. Bounded by the setting `wait_timeout`."""
+        self._wait(self.has_room, f"a place among {settings.max_in_flight} steps in flight")
+
+    def wait_idle(self) -> None:
+        """Block until every submitted step has ended. Bounded by the setting `wait_timeout`."""
+        self._wait(lambda: self.num_in_flight == 0, "queued steps")
+
+    def take_failures(self) -> list[LazyStepError]:
+        """The failures since the last call; each is handed out once."""
+        if not self._failures:
+            return []
+        with self._condition:
+            failures, self._failures = self._failures, []
+        return failures
+
+    def put_back(self, failures: list[LazyStepError]) -> None:
+        """Keep failures that were taken but not reported."""
+        if failures:
+            with self._condition:
+                self._failures = failures + self._failures
+
+    def close(self, timeout: float) -> list[Run]:
+        """Finish what is queued within `timeout` seconds, end the thread, return what was dropped."""
+        deadline = time.monotonic() + timeout
+        with self._condition:
+            self._condition.wait_for(lambda: self.num_in_flight == 0, timeout)
+            self._closed = True
+            dropped = [*([self._running] if self._running else []), *self._queue]
+            self._queue.clear()
+            self._condition.notify_all()
+            thread = self._thread
+        for run in dropped:
+            run.abandon(f"the process ended and {timeout:g} s (setting exit_timeout) were over")
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.1) if not dropped else 0.1)
+        return dropped
+
+    def _wait(self, condition: object, what: str) -> None:
+        assert callable(condition)
+        if condition():
+            return
+        if threading.current_thread() is self._thread:
+            raise LazyStepError(f"the executor thread can't wait for {what}: it would wait for itself")
+        start = time.perf_counter()
+        with self._condition:
+            done = self._condition.wait_for(condition, settings.wait_timeout)
+        metrics.add_seconds("waiting", time.perf_counter() - start)
+        if not done:
+            raise WaitTimeoutError(
+                f"waited {settings.wait_timeout:g} s (setting wait_timeout) for {what}; "
+                f"{self.num_in_flight} steps are still in flight"
+            )
+
+    # -- the executor thread's side ----------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue and not self._closed:
+                    self._condition.wait()
+                if not self._queue:
+                    return
+                run = self._running = self._queue.popleft()
+            start = time.perf_counter()
+            failure: LazyStepError | None
+            try:
+                failure = run.execute()
+            except BaseException as error:  # a bug of ours: it must end the step, not the thread
+                failure = LazyStepError(f"step {run.step} failed inside lazystep: {error!r}")
+                failure.__cause__ = error
+                run.abandon(str(failure))
+            metrics.add_seconds("executing", time.perf_counter() - start)
+            metrics.count("programs_executed")
+            metrics.count("instructions_executed", len(run.executable.program.instructions))
+            with self._condition:
+                self._running = None
+                if failure is not None:
+                    metrics.count("steps_failed")
+                    self._failures.append(failure)
+                self._condition.notify_all()
+            del run, failure
+
+
+def report_dropped(dropped: list[Run]) -> None:
+    """Print the steps that the end of the process cut off."""
+    for run in dropped:
+        size = len(run.executable.program.instructions)
+        print(f"lazystep: step {run.step} ({size} instructions) was dropped at exit", file=sys.stderr)

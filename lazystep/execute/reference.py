@@ -1,0 +1,252 @@
+"""The reference executable: the program's instructions, one by one, on CPU tensors.
+
+Bit for bit what eager computes, since the same kernels run in the same order with the same aliasing.
+The first run interprets the instructions and compares what each op returns with what was inferred
+for it. From the second run on the program runs as one generated Python function: straight-line
+code over local variables, each deleted at its last use, so that a step costs one call per op and
+no bookkeeping. A program that is seen once is never translated.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import metrics
+from ..config import settings
+from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve_op
+from ..program.types import TensorType, type_of
+from .executable import InstructionError
+
+
+class ReferenceExecutable:
+    """Runs a program op by op. See `Executable`."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._last_uses = _last_uses(program)
+        # Results that an op lays out otherwise than was inferred: (instruction, result) pairs.
+        self._repairs: frozenset[tuple[int, int]] = frozenset()
+        self._function: Callable[..., Any] | None = None
+        self._lines: list[int] = []
+        self._has_run = False
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        """See `Executable.run`."""
+        # No autograd, no version counters, no view tracking: what the program says is all there is.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            if not self._has_run:
+                outputs = self._interpret(inputs, scalars)
+                self._has_run = True
+                return outputs
+            if self._function is None:
+                self._function, self._lines = _translate(self.program, self._last_uses, self._repairs)
+            try:
+                outputs = self._function(inputs, scalars)
+            except Exception as error:
+                raise InstructionError(self._failed_position(error)) from _without_frames(error)
+            return outputs
+
+    def _failed_position(self, error: Exception) -> int:
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == _GENERATED:
+                return self._lines[traceback.tb_lineno]
+            traceback = traceback.tb_next
+        return 0
+
+    def _interpret(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        program = self.program
+        tensors: dict[int, torch.Tensor] = dict(zip(program.inputs, inputs, strict=True))
+        inputs.clear()
+        for value in self._last_uses[-1]:
+            del tensors[value]
+        repairs = set()
+        for position, instruction in enumerate(program.instructions):
+            try:
+                # A function of its own: no local of this frame keeps a tensor past its last use.
+                repaired = _run_instruction(program, instruction, tensors, scalars)
+            except Exception as error:
+                raise InstructionError(position) from _without_frames(error)
+            repairs.update((position, number) for number in repaired)
+            for value in self._last_uses[position]:
+                del tensors[value]
+        self._repairs = frozenset(repairs)
+        return [tensors[value] for value in program.outputs]
+
+
+def _run_instruction(
+    program: Program, instruction: Instruction, tensors: dict[int, torch.Tensor], scalars: Sequence[Any]
+) -> list[int]:
+    """Run one instruction on `tensors`; return the numbers of the results that needed a repair."""
+    aliases = {argument: tensors[argument].detach() for argument, _ in instruction.rebinds}
+
+    def fill(arg: Arg) -> Any:
+        if type(arg) is Ref:
+            return aliases[arg.value] if arg.value in aliases else tensors[arg.value]
+        if type(arg) is ScalarRef:
+            return scalars[arg.slot]
+        return [fill(a) for a in arg] if type(arg) is tuple else arg
+
+    args = [fill(a) for a in instruction.args]
+    kwargs = {name: fill(arg) for name, arg in instruction.kwargs}
+    out = resolve_op(instruction.op)(*args, **kwargs)
+    flat = list(out) if isinstance(out, (tuple, list)) else [out]
+    repaired = []
+    arguments = set(instruction.reads())
+    for number, (value, tensor) in enumerate(zip(instruction.results, flat, strict=False)):
+        if value is None or value in arguments:
+            continue
+        if settings.check_layouts:
+            declared, storage = program.values[value]
+            shared = {
+                tensors[a].untyped_storage()._cdata
+                for a in arguments
+                if program.values[a].storage == storage
+            }
+            others = {tensors[a].untyped_storage()._cdata for a in arguments} - shared
+            if needs_repair(instruction.op, declared, tensor, shared, others):
+                tensor = relayout(tensor, declared)
+                repaired.append(number)
+                metrics.count("layout_repairs")
+                metrics.count(f"layout_repairs:{instruction.op}")
+        tensors[value] = tensor
+    for argument, value in instruction.rebinds:
+        tensors[value] = aliases[argument]
+    return repaired
+
+
+def needs_repair(
+    op: str, declared: TensorType, tensor: torch.Tensor, shared: set[int], others: set[int]
+) -> bool:
+    """Whether what an op returned has to be copied to have the layout that was inferred for it.
+
+    Raises where a copy would not help: another shape or data type, or a view that is none.
+    """
+    actual = type_of(tensor)
+    if actual.shape != declared.shape or actual.dtype != declared.dtype:
+        raise AssertionError(
+            f"{op} returned {actual} where {declared} was inferred; please report this as a bug of lazystep"
+        )
+    storage = tensor.untyped_storage()._cdata
+    if shared and storage not in shared:
+        raise AssertionError(
+            f"{op} returned a new tensor where a view was inferred; please report this as a bug of lazystep"
+        )
+    return actual is not declared or storage in others
+
+
+def relayout(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
+    """A copy of `tensor` with the declared strides."""
+    flat = torch.empty(declared.extent // declared.dtype.itemsize, dtype=declared.dtype)
+    copy = flat.as_strided(declared.shape, declared.stride, declared.offset)
+    if declared.conj:
+        torch._C._set_conj(copy, True)
+    if declared.neg:
+        torch._C._set_neg(copy, True)
+    return copy.copy_(tensor)
+
+
+def _without_frames(error: Exception) -> Exception:
+    # The frames hold every live tensor of the step; after running out of memory above all they must go.
+    return error.with_traceback(None)
+
+
+def _last_uses(program: Program) -> dict[int, list[int]]:
+    """Which values die after which instruction; -1 for inputs that are never used."""
+    last = dict.fromkeys(program.inputs, -1)
+    for position, instruction in enumerate(program.instructions):
+        for value in instruction.reads():
+            last[value] = position
+        for value in instruction.defines():
+            last[value] = position
+    dies: dict[int, list[int]] = {position: [] for position in range(-1, len(program.instructions))}
+    for value, position in last.items():
+        if value not in program.outputs:
+            dies[position].append(value)
+    return dies
+
+
+_GENERATED = "<lazystep reference program>"
+
+
+def _translate(
+    program: Program, last_uses: dict[int, list[int]], repairs: frozenset[tuple[int, int]]
+) -> tuple[Callable[..., Any], list[int]]:
+    """The program as a Python function, and for each of its lines the instruction it belongs to."""
+    names: dict[str, Any] = {"_relayout": relayout, "_detach": torch.ops.aten.detach.default._op}
+    ops: dict[str, str] = {}
+    literals: dict[int, str] = {}
+    lines = ["def step(inputs, s):"]
+    positions = [0, 0]
+
+    def emit(line: str, position: int) -> None:
+        lines.append(" " + line)
+        positions.append(position)
+
+    def literal(arg: Arg) -> str:
+        if arg is None or type(arg) in (bool, int, str):
+            return repr(arg)
+        name = literals.setdefault(id(arg), f"c{len(literals)}")
+        names[name] = arg
+        return name
+
+    def text(arg: Arg, aliased: dict[int, str]) -> str:
+        if type(arg) is Ref:
+            return aliased.get(arg.value, f"v{arg.value}")
+        if type(arg) is ScalarRef:
+            return f"s[{arg.slot}]"
+        if type(arg) is tuple:
+            return f"[{', '.join(text(a, aliased) for a in arg)}]"
+        return literal(arg)
+
+    if program.inputs:
+        emit(f"{', '.join(f'v{v}' for v in program.inputs)}, = inputs", 0)
+    emit("inputs.clear()", 0)
+    if last_uses[-1]:
+        emit(f"del {', '.join(f'v{v}' for v in last_uses[-1])}", 0)
+    for position, instruction in enumerate(program.instructions):
+        if instruction.op not in ops:
+            ops[instruction.op] = f"op{len(ops)}"
+            # Below `OpOverload.__call__`: the same call without a Python frame around it.
+            op = resolve_op(instruction.op)
+            names[ops[instruction.op]] = getattr(op, "_op", op)
+        aliased = {}
+        for argument, value in instruction.rebinds:
+            emit(f"v{value} = _detach(v{argument})", position)
+            aliased[argument] = f"v{value}"
+        args = [text(a, aliased) for a in instruction.args]
+        args += [f"{name}={text(a, aliased)}" for name, a in instruction.kwargs]
+        call = f"{ops[instruction.op]}({', '.join(args)})"
+        arguments = set(instruction.reads())
+        targets = [f"v{v}" if v is not None and v not in arguments else "_" for v in instruction.results]
+        if all(target == "_" for target in targets):
+            emit(call, position)
+        elif _returns_one(instruction.op):
+            emit(f"{targets[0]} = {call}", position)
+        else:
+            emit(f"{', '.join(targets)}, = {call}", position)
+        for number, target in enumerate(targets):
+            if (position, number) in repairs:
+                value = instruction.results[number]
+                assert value is not None
+                emit(f"{target} = _relayout({target}, {literal(program.values[value].type)})", position)
+        dead = [f"v{v}" for v in last_uses[position]]
+        if "_" in targets and len(targets) > 1:
+            dead.append("_")
+        if dead:
+            emit(f"del {', '.join(dead)}", position)
+    emit(f"return [{', '.join(f'v{v}' for v in program.outputs)}]", len(program.instructions))
+    source = "\n".join(lines)
+    exec(compile(source, _GENERATED, "exec"), names)
+    return names["step"], positions
+
+
+@functools.cache
+def _returns_one(op: str) -> bool:
+    returns = operator.attrgetter("_schema.returns")(resolve_op(op))
+    return len(returns) == 1 and returns[0].type.kind() != "ListType"

@@ -1,0 +1,138 @@
+"""One queued execution of a program: what goes in, what comes out, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..config import settings
+from ..errors import LazyStepError, StepError, WaitTimeoutError
+from .executable import Executable, InstructionError
+
+
+class Cell(Protocol):
+    """Where a run takes an input from or puts an output: the recorder's handles."""
+
+    tensor: torch.Tensor | None
+
+
+class RunState(enum.Enum):
+    """The life of a run."""
+
+    QUEUED = "queued"  # made by the barrier, waits for its turn
+    RUNNING = "running"  # the executor has taken it
+    DONE = "done"  # every output has its tensor
+    FAILED = "failed"  # `error` says why; outputs have no tensor
+
+
+class Run:
+    """A program with its inputs. Made by the barrier, run by the executor, waited for by reads.
+
+    `find_error(cells)` tells whether an input was left half updated by an earlier failure;
+    `on_failure(error, position)` tells the owner of the state which instructions had run.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        inputs: Sequence[Cell],
+        scalars: Sequence[Any],
+        outputs: Sequence[Cell | None],
+        step: int,
+        find_error: Callable[[Sequence[Cell]], LazyStepError | None],
+        on_failure: Callable[[LazyStepError, int], None],
+    ) -> None:
+        self.executable = executable
+        self.step = step
+        self.state = RunState.QUEUED
+        self.error: LazyStepError | None = None
+        self._inputs = inputs
+        self._scalars = scalars
+        self._outputs = outputs
+        self._find_error = find_error
+        self._on_failure = on_failure
+        self._finished = threading.Event()
+
+    def execute(self) -> LazyStepError | None:
+        """Run on the calling thread. Returns a new failure; None also where an earlier one is the cause."""
+        self.state = RunState.RUNNING
+        cells, self._inputs = self._inputs, ()
+        inherited = self._find_error(cells)
+        if inherited is not None:
+            self._fail(inherited, -1)
+            return None
+        inputs = [_tensor_of(cell) for cell in cells]
+        # The list is all that holds the inputs now, besides handles that the user still has.
+        del cells
+        try:
+            tensors = self.executable.run(inputs, self._scalars)
+        except InstructionError as error:
+            failure = self._describe(error)
+            self._fail(failure, error.position)
+            return failure
+        for cell, tensor in zip(self._outputs, tensors, strict=True):
+            if cell is not None:
+                cell.tensor = tensor
+        self._finish(RunState.DONE)
+        return None
+
+    def abandon(self, reason: str) -> None:
+        """End without having run."""
+        self._fail(StepError(f"step {self.step} did not run: {reason}"), -1)
+
+    def wait(self) -> None:
+        """Block until the run has ended. Bounded by the setting `wait_timeout`."""
+        if self._finished.is_set():
+            return
+        deadline = time.monotonic() + settings.wait_timeout
+        while not self._finished.wait(min(1.0, max(deadline - time.monotonic(), 0.0))):
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"step {self.step} is still {self.state.value} after {settings.wait_timeout:g} s "
+                    "(setting wait_timeout)"
+                )
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished.is_set()
+
+    def _describe(self, error: InstructionError) -> StepError:
+        instruction = self.executable.program.instructions[error.position]
+        cause = error.__cause__
+        failure = StepError(
+            f"step {self.step} failed in {instruction.op}, recorded at {instruction.where}: "
+            f"{type(cause).__name__}: {cause}"
+        )
+        failure.__cause__ = cause
+        return failure
+
+    def _fail(self, error: LazyStepError, position: int) -> None:
+        self.error = error
+        self._on_failure(error, position)
+        self._finish(RunState.FAILED)
+
+    def _finish(self, state: RunState) -> None:
+        self.state = state
+        self._inputs = self._scalars = self._outputs = ()
+        # A finished run lives as long as the storages it wrote; the executor's side of it need not.
+        self._find_error = _nothing_to_find
+        self._on_failure = _nothing_to_do
+        self._finished.set()
+
+
+def _tensor_of(cell: Cell) -> torch.Tensor:
+    assert cell.tensor is not None, "an input of a run has neither a tensor nor an error"
+    return cell.tensor
+
+
+def _nothing_to_find(cells: Sequence[Cell]) -> LazyStepError | None:
+    return None
+
+
+def _nothing_to_do(error: LazyStepError, position: int) -> None:
+    return None

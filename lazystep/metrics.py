@@ -1,0 +1,76 @@
+"""Counters of what the runtime did, and the lines that made it wait.
+
+Counters change at barriers and reads, never once per op, so that they cost the hot path nothing.
+Names are stable: `programs_recorded`, `programs_executed`, `cache_hits`, `cache_misses`,
+`instructions_recorded`, `instructions_executed`, `synchronizations`, `synchronizations:<reason>`,
+`automatic_barriers`, `random_draws`, `layout_repairs`, `steps_failed`, and the seconds
+`seconds_recording`, `seconds_waiting`, `seconds_executing`.
+
+Nothing here synchronizes with the device: call `lazystep.wait_device_ops()` first for counters
+that include every queued step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+_lock = threading.Lock()
+_counts: Counter[str] = Counter()
+_seconds: Counter[str] = Counter()
+_sync_lines: Counter[tuple[str, str]] = Counter()
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Add to a counter."""
+    with _lock:
+        _counts[name] += amount
+
+
+def add_seconds(name: str, seconds: float) -> None:
+    """Add to a time, in seconds."""
+    with _lock:
+        _seconds["seconds_" + name] += seconds  # type: ignore[assignment]
+
+
+def count_synchronization(reason: str, line: str) -> None:
+    """Count one wait of the training thread for values, with the user's line that asked for them."""
+    with _lock:
+        _counts["synchronizations"] += 1
+        _counts["synchronizations:" + reason] += 1
+        _sync_lines[reason, line] += 1
+
+
+def counter_names() -> list[str]:
+    """The names of all counters that are not zero, sorted."""
+    with _lock:
+        return sorted([*_counts, *_seconds])
+
+
+def counter_value(name: str) -> int | float:
+    """The value of a counter; 0 for one that has not counted anything yet."""
+    with _lock:
+        return _seconds[name] if name in _seconds else _counts[name]
+
+
+def synchronizations() -> list[tuple[str, str, int]]:
+    """Where the training thread waited: (reason, `file:line`, how often), most frequent first."""
+    with _lock:
+        return [(reason, line, n) for (reason, line), n in _sync_lines.most_common()]
+
+
+def reset() -> None:
+    """Set every counter to zero."""
+    with _lock:
+        _counts.clear()
+        _seconds.clear()
+        _sync_lines.clear()
+
+
+def report() -> str:
+    """All counters and the lines that synchronized, as text."""
+    with _lock:
+        rows = [f"{name:<44} {value}" for name, value in sorted(_counts.items())]
+        rows += [f"{name:<44} {value:.3f}" for name, value in sorted(_seconds.items())]
+    rows += [f"  {n:>6} x {reason} at {line}" for reason, line, n in synchronizations()]
+    return "\n".join(rows) if rows else "nothing counted yet"

@@ -1,0 +1,1 @@
+"""What a step is: pure data. Reading order: types, program, verify, prune, printer."""

@@ -1,0 +1,154 @@
+"""What a step is: instructions over values. Pure data, no tensors, no handles.
+
+Received from `record`, which assembles a `Program` from a recording; handed to `compile` and
+`execute`. A program says which op runs on which values, which storage each value lives in, which
+values are inputs and which are wanted afterwards. Ops are recorded as they came, views and in-place
+ops included, so running the instructions in order on real tensors has eager's semantics.
+
+Invariants are checked by `verify.verify`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .types import TensorType
+
+
+class Ref(NamedTuple):
+    """An argument that is a value of the program."""
+
+    value: int
+
+
+class ScalarRef(NamedTuple):
+    """An argument that is a Python number handed in at each run, so that it never makes a new program."""
+
+    slot: int
+
+
+# An argument: Ref, ScalarRef, a literal (None, bool, int, str, dtype, ...) or a tuple of arguments.
+Arg = Any
+
+
+class Value(NamedTuple):
+    """A tensor of the program: its type and the storage that it is a view of."""
+
+    type: TensorType
+    storage: int
+
+
+class Storage(NamedTuple):
+    """A piece of memory that values live in. An input storage exists before the program runs."""
+
+    nbytes: int
+    is_input: bool
+
+
+class Source(NamedTuple):
+    """A line of the user's code, resolved only when somebody looks."""
+
+    code: Any  # types.CodeType: kept instead of a frame, which would keep the user's locals alive
+    lasti: int
+
+    def __str__(self) -> str:
+        return _resolve(self.code, self.lasti)
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(code: Any, lasti: int) -> str:
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= lasti < end and number is not None:
+            line = number
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+class Instruction(NamedTuple):
+    """One op.
+
+    `results` names the value of each tensor that the op returns, in flattened order; None where
+    a returned tensor is undefined, and the argument's own value where the op returns an argument.
+    `rebinds` maps an argument to the value it becomes when the op changes its metadata (`t_`,
+    `resize_`, an `out=` of another size): the op then runs on an alias of the argument.
+    """
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    results: tuple[int | None, ...]
+    writes: tuple[int, ...]
+    rebinds: tuple[tuple[int, int], ...]
+    source: Source | None
+
+    def reads(self) -> Iterator[int]:
+        """The values among the arguments, in order, repeated where they repeat."""
+        yield from _refs(self.args)
+        yield from _refs(tuple(arg for _, arg in self.kwargs))
+
+    def defines(self) -> Iterator[int]:
+        """The values that this instruction makes."""
+        arguments = set(self.reads())
+        for value in self.results:
+            if value is not None and value not in arguments:
+                yield value
+        for _, value in self.rebinds:
+            if value not in self.results:
+                yield value
+
+    @property
+    def where(self) -> str:
+        """The user's line, for messages."""
+        return str(self.source) if self.source is not None else "an unknown line"
+
+
+def _refs(args: tuple[Arg, ...]) -> Iterator[int]:
+    for arg in args:
+        if type(arg) is Ref:
+            yield arg.value
+        elif type(arg) is tuple:
+            yield from _refs(arg)
+
+
+def map_args(arg: Arg, change: Callable[[Arg], Arg]) -> Arg:
+    """`arg` with `change` applied to every leaf: references, scalars and literals."""
+    return tuple(map_args(a, change) for a in arg) if type(arg) is tuple else change(arg)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A step. `str(program)` prints it as Python-like text."""
+
+    values: Mapping[int, Value]
+    storages: tuple[Storage, ...]
+    inputs: tuple[int, ...]
+    scalars: tuple[type, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        from .printer import to_text
+
+        return to_text(self)
+
+    def storage_writes(self) -> dict[int, int]:
+        """Input storages that are written: storage number to the first instruction that writes it."""
+        first: dict[int, int] = {}
+        for position, instruction in enumerate(self.instructions):
+            for value in instruction.writes:
+                storage = self.values[value].storage
+                if self.storages[storage].is_input:
+                    first.setdefault(storage, position)
+        return first
+
+
+def resolve_op(name: str) -> Callable[..., Any]:
+    """The torch op of a name like `aten.add.Tensor`."""
+    namespace, packet, overload = name.split(".")
+    op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return op

@@ -1,0 +1,107 @@
+"""The type of a tensor in a program: all metadata that an op can see, and nothing of its data."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+class TensorType:
+    """Data type, shape, strides, offset into the storage, conjugate and negative bit.
+
+    Interned: equal types are one object, so that comparing them, and hashing the keys they are
+    part of, costs no more than comparing addresses. Make them with `tensor_type` or `type_of`.
+    """
+
+    __slots__ = ("__weakref__", "conj", "dtype", "neg", "offset", "shape", "stride")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        conj: bool,
+        neg: bool,
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = stride
+        self.offset = offset
+        self.conj = conj
+        self.neg = neg
+
+    def __str__(self) -> str:
+        name = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        text = f"{name}[{', '.join(map(str, self.shape))}]"
+        if self.stride != contiguous_stride(self.shape):
+            text += f" stride {list(self.stride)}"
+        if self.offset:
+            text += f" offset {self.offset}"
+        return text + (" conj" if self.conj else "") + (" neg" if self.neg else "")
+
+    __repr__ = __str__
+
+    @property
+    def extent(self) -> int:
+        """Bytes of storage from its start to the last element that a tensor of this type reaches."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
+
+# Weak, so that a long run over many shapes keeps only the types that something still uses.
+_interned: weakref.WeakValueDictionary[tuple[object, ...], TensorType] = weakref.WeakValueDictionary()
+
+
+def tensor_type(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int = 0,
+    conj: bool = False,
+    neg: bool = False,
+) -> TensorType:
+    """The one `TensorType` with this content."""
+    key = (dtype, shape, stride, offset, conj, neg)
+    found = _interned.get(key)
+    # setdefault: two threads that make the same type must end up with the same object.
+    return found if found is not None else _interned.setdefault(key, TensorType(*key))
+
+
+def type_of(tensor: torch.Tensor) -> TensorType:
+    """The type of a strided tensor."""
+    return tensor_type(
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape, as torch gives them."""
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))

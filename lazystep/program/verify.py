@@ -1,0 +1,67 @@
+"""The invariants of a program. Tests run this after every transformation."""
+
+from __future__ import annotations
+
+from .program import Arg, Program, ScalarRef
+
+
+def verify(program: Program) -> Program:
+    """Return `program`, or raise `AssertionError` naming the instruction that breaks an invariant."""
+    defined: set[int] = set()
+    slots: list[int] = []
+
+    for value in program.inputs:
+        _check(value in program.values, "input", f"%{value} has no type")
+        _check(value not in defined, "input", f"%{value} is listed twice")
+        storage = program.values[value].storage
+        _check(program.storages[storage].is_input, "input", f"%{value} lives in a storage made by the program")
+        defined.add(value)
+
+    for position, instruction in enumerate(program.instructions):
+        where = f"instruction {position} ({instruction.op})"
+        reads = list(instruction.reads())
+        for value in reads:
+            _check(value in defined, where, f"%{value} is used before it is defined")
+        for value in instruction.writes:
+            _check(value in reads, where, f"%{value} is written but is not an argument")
+        for argument, value in instruction.rebinds:
+            _check(argument in reads, where, f"%{argument} is rebound but is not an argument")
+            _check(value not in reads, where, f"%{argument} is rebound to another argument")
+        for value in instruction.defines():
+            _check(value not in defined, where, f"%{value} is defined twice")
+            _check(value in program.values, where, f"%{value} has no type")
+            defined.add(value)
+        for value in instruction.results:
+            _check(value is None or value in defined, where, f"result %{value} is not defined")
+        for argument in (instruction.args, *(arg for _, arg in instruction.kwargs)):
+            _collect_slots(argument, slots)
+
+    for slot in slots:
+        _check(0 <= slot < len(program.scalars), "scalars", f"slot {slot} does not exist")
+    _check(len(slots) == len(set(slots)), "scalars", "a slot is used twice: equal scalars are never merged")
+
+    for value in program.outputs:
+        _check(value in defined, "outputs", f"%{value} is not defined")
+    _check(len(set(program.outputs)) == len(program.outputs), "outputs", "a value is listed twice")
+
+    for value in defined:
+        type_, storage = program.values[value]
+        _check(0 <= storage < len(program.storages), f"%{value}", f"storage {storage} does not exist")
+        room = program.storages[storage].nbytes
+        _check(type_.extent <= room, f"%{value}", f"{type_} reaches past its storage of {room} bytes")
+    return program
+
+
+def _collect_slots(arg: Arg, slots: list[int]) -> None:
+    if type(arg) is ScalarRef:
+        slots.append(arg.slot)
+    elif type(arg) is tuple:
+        for a in arg:
+            _collect_slots(a, slots)
+
+
+def _check(condition: bool, where: str, what: str) -> None:
+    if not condition:
+        raise AssertionError(f"invalid program: {where}: {what}")
+
+

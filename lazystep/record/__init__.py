@@ -1,0 +1,1 @@
+"""Torch ops in, programs out. Reading order: handle, decide, recorder, assemble, device, python/."""

@@ -1,0 +1,95 @@
+"""A recording as a `Program`: done once per distinct program, never in the steady state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import settings
+from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, Source, Storage, Value, map_args
+from ..program.prune import prune
+from ..program.types import TensorType
+from ..program.verify import verify
+from .decide import Decision
+from .recorder import Entry
+
+
+def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs: Sequence[int]) -> Program:
+    """The program of these entries that returns the values `outputs`, without dead instructions."""
+    values: dict[int, Value] = {}
+    storages: list[Storage] = []
+    inputs: list[int] = []
+    scalars: list[type] = []
+    instructions: list[Instruction] = []
+    index = 0
+    for entry, source in zip(entries, sources, strict=True):
+        head = entry[0]
+        if type(head) is TensorType:
+            _, number, nbytes = entry
+            if number == len(storages):
+                storages.append(Storage(nbytes, True))
+            values[index] = Value(head, number)
+            inputs.append(index)
+            index += 1
+            continue
+        decision: Decision = head
+        operands = entry[1:]
+        first_slot = len(scalars)
+        scalars += decision.scalar_types
+
+        def place(arg: Arg, operands: tuple[int, ...] = operands, first_slot: int = first_slot) -> Arg:
+            if type(arg) is Ref:
+                return Ref(operands[arg.value])
+            if type(arg) is ScalarRef:
+                return ScalarRef(arg.slot + first_slot)
+            return arg
+
+        def new_value(type_: TensorType, storage: int) -> int:
+            nonlocal index
+            values[index] = Value(type_, storage)
+            index += 1
+            return index - 1
+
+        fresh: dict[int, int] = {}
+        results: list[int | None] = []
+        for result in decision.results:
+            if result is None:
+                results.append(None)
+            elif result.same >= 0:
+                results.append(operands[result.same])
+            else:
+                if result.alias >= 0:
+                    storage = values[operands[result.alias]].storage
+                elif result.alias in fresh:
+                    storage = fresh[result.alias]
+                else:
+                    storage = fresh[result.alias] = len(storages)
+                    storages.append(Storage(result.nbytes, False))
+                results.append(new_value(result.type, storage))
+        rebinds = []
+        for rebind in decision.rebinds:
+            if rebind.alias >= 0:
+                storage = values[operands[rebind.alias]].storage
+            else:
+                storage = len(storages)
+                storages.append(Storage(rebind.nbytes, False))
+            room = max(storages[storage].nbytes, rebind.nbytes)
+            storages[storage] = storages[storage]._replace(nbytes=room)
+            rebinds.append((operands[rebind.operand], new_value(rebind.type, storage)))
+        instructions.append(
+            Instruction(
+                op=decision.op,
+                args=map_args(decision.args, place),
+                kwargs=tuple((name, map_args(arg, place)) for name, arg in decision.kwargs),
+                results=tuple(results),
+                writes=tuple(operands[k] for k in decision.writes),
+                rebinds=tuple(rebinds),
+                source=source,
+            )
+        )
+    program = Program(
+        values, tuple(storages), tuple(inputs), tuple(scalars), tuple(instructions), tuple(outputs)
+    )
+    if settings.verify_programs:
+        verify(program)
+    program = prune(program)
+    return verify(program) if settings.verify_programs else program

@@ -1,0 +1,357 @@
+"""The decision core: what an op does, from the metadata of its arguments alone.
+
+Receives an op and its arguments, with an `Operand` in place of every lazy tensor; answers with a
+`Decision`: plain data that a front end may remember for ever under the same key. Nothing here knows
+tensor classes, recordings or values: a front end only catches the call, looks the decision up and
+does what it says.
+
+Inference runs the op on fake CPU tensors. Where the op is small enough it also runs once on real
+zeros: that gives the strides of the real kernel, and finds ops that have no kernel for the data
+type, while the user's line is still on the stack.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from ..program.program import Arg, Ref, ScalarRef
+from ..program.types import TensorType, type_of
+
+# Values that ops of this many elements, in and out, are tried out on for real when first met.
+_PROBE_ELEMENTS = 1 << 16
+
+
+class Action(enum.Enum):
+    """What the front end does with an op."""
+
+    RECORD = "record"  # append an instruction
+    DRAW = "draw"  # random numbers that depend on no value: draw on the host now, in eager's order
+    HOST = "host"  # the result depends on values: run on the host now, which synchronizes
+
+
+class Operand(NamedTuple):
+    """What the decision core sees of a lazy tensor."""
+
+    type: TensorType
+    nbytes: int  # of its storage
+
+
+class Result(NamedTuple):
+    """A tensor that the op returns.
+
+    `same`: number of the operand that is returned itself, or -1.
+    `alias`: number of the operand whose storage it shares; below zero, a new storage: results with
+    the same negative number share it.
+    """
+
+    type: TensorType
+    same: int
+    alias: int
+    nbytes: int
+
+
+class Rebind(NamedTuple):
+    """An operand whose metadata the op changes, and what it becomes."""
+
+    operand: int
+    type: TensorType
+    alias: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """What an op does. Compared by identity: one per op, argument metadata and literal arguments."""
+
+    action: Action
+    op: str
+    func: Any
+    reason: str = ""
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    scalar_types: tuple[type, ...] = ()
+    results: tuple[Result | None, ...] = ()
+    structure: Any = None  # "one", "tuple" or "list": how the op returns its results
+    writes: tuple[int, ...] = ()
+    rebinds: tuple[Rebind, ...] = ()
+
+
+class OpFacts:
+    """What the schema of an op says, read once."""
+
+    __slots__ = (
+        "float_literals",
+        "func",
+        "is_composite",
+        "is_random",
+        "name",
+        "needs_nbytes",
+        "number_names",
+        "number_positions",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        self.name = op_name(func)
+        numbers = [(i, a.name) for i, a in enumerate(schema.arguments) if _takes_number(a.type)]
+        # Python numbers in these places are operands, not structure: they vary without a new key.
+        self.number_positions = frozenset(i for i, _ in numbers)
+        self.number_names = frozenset(name for _, name in numbers)
+        self.writes = frozenset(
+            a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        )
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        packet = schema.name.partition("::")[2]
+        # The size of the result depends on the numbers themselves.
+        self.float_literals = packet in ("arange", "range")
+        # The result depends on the size of the storage behind the tensor.
+        self.needs_nbytes = packet in ("as_strided", "as_strided_", "resize_", "resize", "set_", "set")
+        self.is_composite = schema.name.startswith("aten::") and func._can_decompose()
+
+
+def op_name(func: Any) -> str:
+    """`aten.add.Tensor` for `torch.ops.aten.add.Tensor`."""
+    return str(func)
+
+
+def _takes_number(schema_type: Any) -> bool:
+    kind = schema_type.kind()
+    if kind in ("OptionalType", "ListType"):
+        element = schema_type.getElementType()
+        # A list of tensors never holds numbers; a list of numbers (foreach) does.
+        return bool(element.kind() == "NumberType" or (kind == "OptionalType" and _takes_number(element)))
+    return kind in ("NumberType", "TensorType", "FloatType")
+
+
+# Draws whose numbers depend on no tensor's values: only on its type, and on numbers.
+_VALUE_FREE_DRAWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "bernoulli_.float bernoulli.p uniform_.default uniform.default normal_.default "
+        "normal_functional.default exponential_.default exponential.default geometric_.default "
+        "geometric.default cauchy_.default cauchy.default log_normal_.default log_normal.default "
+        "random_.default random_.from random_.to random.default random.from random.to "
+        "rand.default rand.generator randn.default randn.generator randint.default randint.low "
+        "randint.generator randint.low_generator randperm.default randperm.generator "
+        "normal.float_float rand_like.default randn_like.default randint_like.default "
+        "randint_like.low_dtype rand_like.generator randn_like.generator randint_like.generator "
+        "randint_like.low_generator_dtype"
+    ).split()
+)
+
+_fake_mode = FakeTensorMode()
+
+
+def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+    """What `facts.func` does with these arguments, each lazy tensor given as an `Operand`.
+
+    Raises what eager raises for arguments that the op does not take.
+    """
+    func = facts.func
+    if facts.is_random:
+        if facts.name in _VALUE_FREE_DRAWS:
+            return Decision(Action.DRAW, facts.name, func)
+        return Decision(Action.HOST, facts.name, func, "random op that reads values")
+    if not any(_is_tensor_type(r.type) for r in func._schema.returns) and not facts.writes:
+        return Decision(Action.HOST, facts.name, func, _host_reason(facts.name))
+
+    template = _Template(facts)
+    template_args = tuple(template.build(a, i in facts.number_positions) for i, a in enumerate(args))
+    template_kwargs = tuple((k, template.build(v, k in facts.number_names)) for k, v in kwargs.items())
+    decision = Decision(
+        Action.RECORD,
+        facts.name,
+        func,
+        args=template_args,
+        kwargs=template_kwargs,
+        scalar_types=tuple(template.scalar_types),
+    )
+    try:
+        with torch._C._AutoDispatchBelowADInplaceOrView(), _fake_mode:
+            _infer(decision, facts, template.operands, args, kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return Decision(Action.HOST, facts.name, func, "shape depends on values")
+    except (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError):
+        return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
+    except Exception:
+        # Eager decides what is an error and which one. If it accepts the call, inference was wrong.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            _call(func, [_zeros(o) for o in template.operands], args, kwargs)
+        return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
+    _probe(decision, facts, template.operands, args, kwargs)
+    return decision
+
+
+def _host_reason(name: str) -> str:
+    return "item" if name.startswith("aten._local_scalar_dense") else "value read by the op"
+
+
+def _is_tensor_type(schema_type: Any) -> bool:
+    return "Tensor" in str(schema_type)
+
+
+class _Template:
+    """Numbers the operands and scalars of a call in the order in which front ends collect them."""
+
+    def __init__(self, facts: OpFacts) -> None:
+        self.facts = facts
+        self.operands: list[Operand] = []
+        self.scalar_types: list[type] = []
+
+    def build(self, arg: Any, is_number: bool) -> Arg:
+        kind = type(arg)
+        if kind is Operand:
+            self.operands.append(arg)
+            return Ref(len(self.operands) - 1)
+        if kind is list or kind is tuple:
+            return tuple(self.build(a, is_number) for a in arg)
+        if not self.facts.float_literals and (
+            kind is float or kind is complex or (kind is int and is_number)
+        ):
+            self.scalar_types.append(kind)
+            return ScalarRef(len(self.scalar_types) - 1)
+        if kind is torch.device:
+            return torch.device("cpu")
+        return arg
+
+
+def _infer(
+    decision: Decision,
+    facts: OpFacts,
+    operands: list[Operand],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    fakes = [_empty(o) for o in operands]
+    storages = [t.untyped_storage()._cdata for t in fakes]
+    out = _call(decision.func, fakes, args, kwargs)
+    written = _written_operands(facts, args, kwargs)
+    decision.writes = tuple(written)
+    rebinds = []
+    for k in written:
+        type_, storage = type_of(fakes[k]), fakes[k].untyped_storage()
+        if type_ is not operands[k].type or storage._cdata != storages[k]:
+            alias = storages.index(storage._cdata) if storage._cdata in storages else -1
+            rebinds.append(Rebind(k, type_, alias, storage.nbytes()))
+        elif storage.nbytes() != operands[k].nbytes:
+            rebinds.append(Rebind(k, type_, k, storage.nbytes()))
+    decision.rebinds = tuple(rebinds)
+
+    decision.structure = "one" if not isinstance(out, (tuple, list)) else type(out).__name__
+    if decision.structure not in ("one", "list"):
+        decision.structure = "tuple"  # named tuples too
+    flat = [out] if decision.structure == "one" else list(out)
+    results: list[Result | None] = []
+    fresh: list[int] = []
+    for t in flat:
+        if t is None:
+            results.append(None)
+            continue
+        if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
+            raise NotImplementedError(f"{facts.name} returns something else than strided tensors")
+        same = next((k for k, fake in enumerate(fakes) if fake is t), -1)
+        storage = t.untyped_storage()
+        if storage._cdata in storages:
+            alias = storages.index(storage._cdata)
+        else:
+            if storage._cdata not in fresh:
+                fresh.append(storage._cdata)
+            alias = -1 - fresh.index(storage._cdata)
+        results.append(Result(type_of(t), same, alias, storage.nbytes()))
+    decision.results = tuple(results)
+
+
+def _probe(
+    decision: Decision,
+    facts: OpFacts,
+    operands: list[Operand],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run a small aten op on zeros. What it returns corrects the inferred strides."""
+    elements = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
+    if elements > 4 * _PROBE_ELEMENTS or not facts.name.startswith("aten."):
+        return
+    zeros = [_zeros(o) for o in operands]
+    try:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            out = _call(decision.func, zeros, args, kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        # Zeros may well be a bad value (a singular matrix); a missing kernel does not depend on values.
+        if "not implemented for" in str(error):
+            raise
+        return
+    except Exception:
+        return
+    flat = [out] if decision.structure == "one" else list(out)
+    corrected = []
+    for result, t in zip(decision.results, flat, strict=True):
+        if result is not None and result.same < 0 and isinstance(t, torch.Tensor):
+            actual = type_of(t)
+            if actual.shape == result.type.shape and actual.dtype == result.type.dtype:
+                result = result._replace(type=actual, nbytes=t.untyped_storage().nbytes())
+        corrected.append(result)
+    decision.results = tuple(corrected)
+
+
+def _written_operands(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Numbers of the operands that the schema says are written."""
+    written: list[int] = []
+    number = 0
+    names = [a.name for a in facts.func._schema.arguments]
+    for name, arg in [*zip(names, args, strict=False), *kwargs.items()]:
+        leaves = arg if isinstance(arg, (list, tuple)) and not isinstance(arg, Operand) else (arg,)
+        for leaf in leaves:
+            if type(leaf) is Operand:
+                if name in facts.writes:
+                    written.append(number)
+                number += 1
+    return written
+
+
+def _call(func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with the operands among its arguments replaced by tensors, in order."""
+    remaining = iter(tensors)
+
+    def fill(arg: Any) -> Any:
+        if type(arg) is Operand:
+            return next(remaining)
+        if type(arg) is list or type(arg) is tuple:
+            return [fill(a) for a in arg]
+        return torch.device("cpu") if type(arg) is torch.device else arg
+
+    filled = [fill(a) for a in args]
+    return func(*filled, **{k: fill(v) for k, v in kwargs.items()})
+
+
+def _empty(operand: Operand) -> torch.Tensor:
+    return _view(operand, torch.empty)
+
+
+def _zeros(operand: Operand) -> torch.Tensor:
+    return _view(operand, torch.zeros)
+
+
+def _view(operand: Operand, factory: Any) -> torch.Tensor:
+    type_ = operand.type
+    count = -(-operand.nbytes // type_.dtype.itemsize)
+    base = factory(count, dtype=type_.dtype, device="cpu")
+    tensor: torch.Tensor = base.as_strided(type_.shape, type_.stride, type_.offset)
+    if type_.conj:
+        torch._C._set_conj(tensor, True)
+    if type_.neg:
+        torch._C._set_neg(tensor, True)
+    return tensor

@@ -1,0 +1,110 @@
+"""Makes `device="lazy"` known to torch: factories, copies from the host, the device module.
+
+All registrations with torch that are not tensor methods stand here. torch's dispatcher sends an op
+without lazy tensor arguments (a factory, a copy from the host) to the key `Lazy`; everything else
+reaches the tensor class directly.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+
+from ..errors import LazyStepError
+from .python import dispatch as python_front_end
+from .recorder import Recorder
+
+# Kept for the life of the process: dropping a Library removes its kernels.
+_libraries: list[torch.library.Library] = []
+
+
+def register(recorder: Recorder) -> None:
+    """Register the lazy device. Once per process."""
+    if "torch._lazy.ts_backend" in sys.modules:
+        raise LazyStepError(
+            "torch's own TorchScript lazy backend is loaded in this process and owns the lazy device. "
+            "Use one or the other: remove `import torch._lazy.ts_backend`."
+        )
+    python_front_end.install(recorder)
+    _register_kernels()
+    _register_device_module()
+
+
+def _register_kernels() -> None:
+    fallback = torch.library.Library("_", "IMPL")  # noqa: TOR901
+    fallback.fallback(_kernel, "Lazy")
+    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    for func in _factories():
+        library.impl(func, _kernel_for(func), "Lazy")
+    # torch.tensor() copies from the host with Python dispatch switched off, where the fallback
+    # above is not reachable: explicit kernels are.
+    for func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+        library.impl(func, _kernel_for(func), "Lazy")
+    _libraries.extend([fallback, library])
+
+
+def _factories() -> list[Any]:
+    """Every aten op that makes a tensor from no tensor. By name: a fallback does not catch those
+    that have a composite kernel, and their parts would be recorded instead of the op."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace != "aten" or not hasattr(torch.ops.aten, packet):
+            continue
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+        if func is None or "sparse" in packet or packet == "from_file":
+            continue
+        schema = func._schema
+        takes_tensor = any("Tensor" in str(a.type) for a in schema.arguments)
+        takes_device = any(a.name == "device" for a in schema.arguments)
+        if takes_device and not takes_tensor and any("Tensor" in str(r.type) for r in schema.returns):
+            found.append(func)
+    return found
+
+
+def _kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return python_front_end.dispatch(func, args, kwargs)
+
+
+def _kernel_for(func: Any) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return python_front_end.dispatch(func, args, kwargs)
+
+    return kernel
+
+
+def _register_device_module() -> None:
+    """`torch.lazy`, which `torch.utils.checkpoint` and others ask about the device.
+
+    Random numbers come from the CPU generator, whose state those callers save by themselves.
+    """
+    module: Any = types.ModuleType("torch.lazy")
+    module.__doc__ = "The lazy device of lazystep."
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda device: None
+    module.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8, device="cpu")
+    module.set_rng_state = lambda state, device=None: None
+    module.device = _DeviceGuard
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    torch._register_device_module("lazy", module)
+
+
+class _DeviceGuard:
+    """`with torch.lazy.device(0):` does nothing: there is one lazy device."""
+
+    def __init__(self, device: Any) -> None:
+        del device
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None

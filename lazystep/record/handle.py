@@ -1,0 +1,88 @@
+"""The runtime side of a value: a `Handle` per tensor value, a `Storage` per group of aliases.
+
+A handle is what a lazy tensor stands for. It is made while recording, and gets its real CPU tensor
+when the step that computes it has run. Whether a value is still wanted is the lifetime of its
+handle: the handle, not the tensor object, tells the recording when it dies, because tensor objects
+can be swapped (`torch.utils.swap_tensors`) and revived by autograd.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..program.types import TensorType, type_of
+
+if TYPE_CHECKING:
+    from .recorder import Recording
+
+
+class PendingRun(Protocol):
+    """A queued step, as far as the recorder needs to know it."""
+
+    def wait(self) -> None:
+        """Block until the step has run or failed; raise after the setting `wait_timeout`."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the step failed, once it has run."""
+
+
+class Storage:
+    """Memory that one or more handles are views of.
+
+    `writer`: the recording that has recorded a write into it; reading then needs a barrier first.
+    `run`: the last queued step that makes or writes it; reading then has to wait for that step.
+    `error`: set when a failed step left it half updated.
+    `recording` and `number`: its number in the recording that uses it now.
+    """
+
+    __slots__ = ("error", "nbytes", "number", "recording", "run", "writer")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.writer: Recording | None = None
+        self.run: PendingRun | None = None
+        self.error: BaseException | None = None
+        self.recording: Recording | None = None
+        self.number = -1
+
+
+class Handle:
+    """A tensor value: its type, its storage and, once it has been computed, its real tensor.
+
+    `recording` and `index`: its number in the recording that made it or uses it now.
+    `run`: the queued step that computes it; None for a value that came from the host.
+    `pristine`: the tensor was allocated by `empty` and nothing has been recorded with it yet, so
+    the host may still fill it directly.
+    """
+
+    __slots__ = ("__weakref__", "index", "pristine", "recording", "run", "storage", "tensor", "type")
+
+    def __init__(self, type: TensorType, storage: Storage) -> None:
+        self.type = type
+        self.storage = storage
+        self.tensor: torch.Tensor | None = None
+        self.run: PendingRun | None = None
+        self.recording: Recording | None = None
+        self.index = -1
+        self.pristine = False
+
+    def __del__(self) -> None:
+        # May run at any moment on any thread, inside the recorder's lock too: one atomic dict
+        # operation, no lock. An input's index is not in `live`; then this does nothing.
+        recording = self.recording
+        if recording is not None:
+            recording.live.pop(self.index, None)
+
+
+def handle_of_host_tensor(tensor: torch.Tensor, storage: Storage | None = None) -> Handle:
+    """A handle whose value is known already. Takes over `tensor`, which nobody else may write."""
+    handle = Handle(type_of(tensor), storage or Storage(tensor.untyped_storage().nbytes()))
+    handle.tensor = tensor
+    return handle
+
+
+LiveHandles = dict[int, "weakref.ref[Handle]"]

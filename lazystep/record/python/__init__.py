@@ -1,0 +1,1 @@
+"""The Python front end: works everywhere, and is the oracle for the native one."""

@@ -1,0 +1,459 @@
+"""Ops on lazy tensors, caught in Python: look the decision up, do what it says.
+
+The hot path is `dispatch`: one pass over the arguments builds the key, one dictionary lookup finds
+the decision, the recorder appends the entry, and the results are wrapped. Everything else happens
+when an op is met for the first time, needs values, or meets tensors of other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ... import metrics
+from ...errors import DeviceMismatchError, UnsupportedError
+from ...program.types import contiguous_stride, type_of
+from ..decide import Action, Decision, Operand, OpFacts, decide
+from ..handle import Handle, Storage, handle_of_host_tensor
+from ..recorder import Recorder
+from ..source import user_line
+from .tensor import LazyTensor, retype, wrap
+
+_LIST = object()  # marks a list in a key, so that nesting is part of it
+_MAX_DECISIONS = 100_000
+
+_recorder: Recorder
+_decisions: dict[tuple[Any, ...], Decision] = {}
+_facts: dict[Any, OpFacts] = {}
+# Ops that are not simply decided and recorded: their handlers, by op.
+_handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+
+
+def install(recorder: Recorder) -> None:
+    """Connect the front end to the recorder that it feeds."""
+    global _recorder
+    _recorder = recorder
+
+
+def recorder() -> Recorder:
+    """The recorder that this front end feeds."""
+    return _recorder
+
+
+def handles(*ops: Any) -> Callable[[Any], Any]:
+    """Register a function as the handler of some ops."""
+
+    def register(function: Any) -> Any:
+        for op in ops:
+            _handlers[op] = function
+        return function
+
+    return register
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one op on lazy tensors: by its handler if it has one, else decide and record it."""
+    return _handlers.get(func, record_op)(func, args, kwargs)
+
+
+def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Look the decision up and do what it says: mostly, append an instruction and wrap its results."""
+    facts = _facts.get(func)
+    if facts is None:
+        facts = facts_of(func)
+        if facts.is_composite:
+            # Composites arrive whole only under inference mode; their parts are what eager runs.
+            _handlers[func] = _decompose
+            return _decompose(func, args, kwargs)
+    key: list[Any] = [func]
+    operands: list[LazyTensor] = []
+    scalars: list[Any] = []
+    numbers = facts.number_positions
+    position = 0
+    for arg in args:
+        kind = type(arg)
+        if kind is LazyTensor:
+            key.append(arg._handle.type)
+            operands.append(arg)
+        elif kind is float or (kind is int and position in numbers):
+            key.append((kind, arg) if facts.float_literals else kind)
+            scalars.append(arg)
+        elif kind is int or arg is None or kind is bool:
+            key.append(arg)
+        elif not _flatten(arg, position in numbers, facts, key, operands, scalars):
+            return _dispatch_mixed(func, args, kwargs)
+        position += 1
+    for name, arg in kwargs.items():
+        if name == "device" and arg is not None and arg.type != "lazy":
+            return _make_elsewhere(func, args, kwargs)
+        key.append(name)
+        kind = type(arg)
+        if kind is LazyTensor:
+            key.append(arg._handle.type)
+            operands.append(arg)
+        elif not _flatten(arg, name in facts.number_names, facts, key, operands, scalars):
+            return _dispatch_mixed(func, args, kwargs)
+    if facts.needs_nbytes:
+        key += [tensor._handle.storage.nbytes for tensor in operands]
+    if facts.float_literals:
+        scalars = []
+    decision = _decisions.get(tuple(key))
+    if decision is None:
+        decision = _decide(func, facts, args, kwargs)
+        if len(_decisions) >= _MAX_DECISIONS:
+            _decisions.clear()
+        _decisions[tuple(key)] = decision
+    if decision.action is not Action.RECORD:
+        return _run_now(decision, args, kwargs)
+    made = _recorder.record(decision, [tensor._handle for tensor in operands], scalars)
+    if decision.rebinds:
+        num_results = len(decision.results)
+        for rebind, handle in zip(decision.rebinds, made[num_results:], strict=True):
+            assert handle is not None
+            retype(operands[rebind.operand], handle)
+    wrapped = [
+        None if result is None else operands[result.same] if result.same >= 0 else wrap(handle)  # type: ignore[arg-type]
+        for result, handle in zip(decision.results, made, strict=False)
+    ]
+    if decision.structure == "one":
+        return wrapped[0]
+    return tuple(wrapped) if decision.structure == "tuple" else wrapped
+
+
+def _flatten(
+    arg: Any,
+    is_number: bool,
+    facts: OpFacts,
+    key: list[Any],
+    operands: list[LazyTensor],
+    scalars: list[Any],
+) -> bool:
+    """Add one argument to the key, the operands and the scalars. False for a tensor that is not lazy."""
+    kind = type(arg)
+    if kind is LazyTensor:
+        key.append(arg._handle.type)
+        operands.append(arg)
+    elif kind is list or kind is tuple:
+        if arg and type(arg[0]) is int and not is_number:
+            key.append(tuple(arg))
+        else:
+            key.append(_LIST)
+            key.append(len(arg))
+            for element in arg:
+                if not _flatten(element, is_number, facts, key, operands, scalars):
+                    return False
+    elif kind is float or kind is complex or (kind is int and is_number):
+        key.append((kind, arg) if facts.float_literals else kind)
+        scalars.append(arg)
+    elif isinstance(arg, torch.Tensor):
+        return False
+    elif isinstance(arg, torch.Generator):
+        key.append(None)  # random ops are decided by their name; the generator is used when drawing
+    else:
+        key.append(arg)
+    return True
+
+
+def _decide(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+    def to_operand(arg: Any) -> Any:
+        if type(arg) is LazyTensor:
+            return Operand(arg._handle.type, arg._handle.storage.nbytes)
+        if type(arg) is list or type(arg) is tuple:
+            return [to_operand(a) for a in arg]
+        return arg
+
+    return decide(facts, tuple(to_operand(a) for a in args), {k: to_operand(v) for k, v in kwargs.items()})
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func.decompose(*args, **kwargs)
+
+
+def _run_now(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if decision.action is Action.DRAW:
+        return draw(decision.func, args, kwargs)
+    return run_on_host(decision.func, args, kwargs, decision.reason)
+
+
+# -- tensors of other devices ------------------------------------------------------------------
+
+# Arguments that may be CPU tensors of any size beside lazy ones, as they may beside CUDA tensors.
+_HOST_INDICES = {torch.ops.aten.index.Tensor: 1, torch.ops.aten.index_put.default: 1}
+_HOST_INDICES |= {torch.ops.aten.index_put_.default: 1, torch.ops.aten._index_put_impl_.default: 1}
+
+
+def _dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op with lazy tensors and others: CPU scalars and index tensors are copied in, the rest refused."""
+    facts = _facts[func]
+    names = [a.name for a in func._schema.arguments]
+    index_position = _HOST_INDICES.get(func, -1)
+
+    def take(arg: Any, name: str, position: int) -> Any:
+        if type(arg) is list or type(arg) is tuple:
+            return [take(a, name, position) for a in arg]
+        if not isinstance(arg, torch.Tensor) or type(arg) is LazyTensor:
+            return arg
+        may_mix = arg.device.type == "cpu" and (arg.dim() == 0 or position == index_position)
+        if may_mix and name not in facts.writes and arg.layout is torch.strided:
+            return from_host(arg)
+        raise _mismatch(func, args, kwargs, name, arg)
+
+    args = tuple(take(a, names[i], i) for i, a in enumerate(args))
+    return dispatch(func, args, {k: take(v, k, -1) for k, v in kwargs.items()})
+
+
+def _mismatch(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, tensor: torch.Tensor
+) -> Exception:
+    where: list[str] = []
+    names = [a.name for a in func._schema.arguments]
+    for label, arg in [*zip(names, args, strict=False), *kwargs.items()]:
+        for leaf in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(leaf, torch.Tensor):
+                where.append(f"{label} {list(leaf.shape)} on {leaf.device}")
+    text = f"{func} at {user_line()}: all tensors must be on one device, but {', '.join(where)}. "
+    if tensor.layout is not torch.strided:
+        text += f"{tensor.layout} tensors have no place on the lazy device: compute with them on the CPU."
+        return UnsupportedError(text)
+    return DeviceMismatchError(text + f'Move {name!r} with .to("lazy").')
+
+
+def from_host(tensor: torch.Tensor) -> LazyTensor:
+    """A lazy tensor with the values that a host tensor has now: they are copied."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return wrap(handle_of_host_tensor(tensor.detach().clone()))
+
+
+def _make_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`zeros_like(lazy, device="cpu")` and its kin: a tensor of another device, from a lazy one's type."""
+
+    def stand_in(arg: Any) -> Any:
+        if type(arg) is not LazyTensor:
+            return arg
+        type_ = arg._handle.type
+        return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
+
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return func(*(stand_in(a) for a in args), **kwargs)
+
+
+# -- ops that run now --------------------------------------------------------------------------
+
+
+def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    """Run an op on real tensors on this thread: it needs values. Synchronizes, counted with the line.
+
+    Waits for its operands; for everything queued if it writes one, since queued steps may read it.
+    """
+    lazy: list[LazyTensor] = []
+
+    def collect(arg: Any) -> None:
+        if type(arg) is LazyTensor:
+            lazy.append(arg)
+        elif type(arg) is list or type(arg) is tuple:
+            for a in arg:
+                collect(a)
+
+    collect(args)
+    collect(list(kwargs.values()))
+    writes = bool(facts_of(func).writes)
+    if lazy:
+        metrics.count_synchronization(reason, user_line())
+        if writes:
+            _recorder.synchronize_all()
+        _recorder.synchronize([t._handle for t in lazy])
+    # By tensor identity: an alias per operand, since the op may change its metadata.
+    aliases: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+
+    def to_real(arg: Any) -> Any:
+        if type(arg) is LazyTensor:
+            if id(arg) not in aliases:
+                assert arg._handle.tensor is not None
+                aliases[id(arg)] = arg, arg._handle.tensor.detach()
+            return aliases[id(arg)][1]
+        if type(arg) is list or type(arg) is tuple:
+            return [to_real(a) for a in arg]
+        if type(arg) is torch.device and arg.type == "lazy":
+            return torch.device("cpu")
+        return arg
+
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        real_args = [to_real(a) for a in args]
+        out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
+        return _adopt_results(func, out, list(aliases.values()), writes)
+
+
+def _adopt_results(
+    func: Any, out: Any, aliases: list[tuple[LazyTensor, torch.Tensor]], writes: bool
+) -> Any:
+    storages: dict[int, Storage] = {}
+    for tensor, real in aliases:
+        handle = tensor._handle
+        assert handle.tensor is not None
+        storages[handle.tensor.untyped_storage()._cdata] = handle.storage
+        handle.storage.nbytes = handle.tensor.untyped_storage().nbytes()
+        if writes and type_of(real) is not handle.type:
+            cdata = real.untyped_storage()._cdata
+            retype(tensor, handle_of_host_tensor(real, storages.get(cdata)))
+
+    def to_lazy(leaf: Any) -> Any:
+        if type(leaf) in (list, tuple) or isinstance(leaf, tuple):
+            return type(leaf)(to_lazy(e) for e in leaf) if type(leaf) in (list, tuple) else tuple(map(to_lazy, leaf))
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        for tensor, real in aliases:
+            if real is leaf:
+                return tensor
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            kind = "quantized" if leaf.is_quantized else str(leaf.layout).removeprefix("torch.")
+            raise UnsupportedError(
+                f"{func} at {user_line()}: the lazy device has no {kind} tensors. "
+                "Move the tensor to the CPU first: .cpu()"
+            )
+        cdata = leaf.untyped_storage()._cdata
+        handle = handle_of_host_tensor(leaf, storages.get(cdata))
+        storages[cdata] = handle.storage
+        return wrap(handle)
+
+    return to_lazy(out)
+
+
+def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw random numbers now, in eager's place in the generator's stream; they become inputs."""
+    metrics.count("random_draws")
+    written: LazyTensor | None = None
+    writes = facts_of(func).writes
+
+    def to_real(arg: Any) -> Any:
+        nonlocal written
+        if type(arg) is LazyTensor:
+            handle = arg._handle
+            if writes:
+                written = arg
+                if handle.pristine:
+                    return handle.tensor
+            type_ = handle.type
+            return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
+        if type(arg) is torch.device and arg.type == "lazy":
+            return torch.device("cpu")
+        return arg
+
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        real_args = [to_real(a) for a in args]
+        out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
+        if written is None:
+            return wrap(handle_of_host_tensor(out))
+        if written._handle.pristine:
+            return written
+        drawn = wrap(handle_of_host_tensor(out))
+    return dispatch(torch.ops.aten.copy_.default, (written, drawn), {})
+
+
+def facts_of(func: Any) -> OpFacts:
+    facts = _facts.get(func)
+    if facts is None:
+        facts = _facts[func] = OpFacts(func)
+    return facts
+
+
+# -- handlers ----------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+
+
+@handles(_aten.detach.default, _aten.alias.default)
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Nothing is computed: another tensor for the same value.
+    return wrap(args[0]._handle)
+
+
+@handles(_aten.lift_fresh.default, _aten.lift.default)
+def _lift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+@handles(
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_permuted.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Allocate on the host right away: what follows is mostly a copy from the host or a draw."""
+    device = kwargs.get("device")
+    if device is not None and device.type != "lazy":
+        return _make_elsewhere(func, args, kwargs)
+    out = _make_elsewhere(func, args, {**kwargs, "device": torch.device("cpu")})
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        if out.layout is not torch.strided:
+            raise UnsupportedError(f"{func} at {user_line()}: the lazy device has no {out.layout} tensors")
+        handle = handle_of_host_tensor(out)
+        handle.pristine = True
+        return wrap(handle)
+
+
+@handles(_aten.copy_.default)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if type(target) is not LazyTensor:
+        # Lazy to host: the caller's tensor gets the values now.
+        return _copy_to_host(func, target, source)
+    handle = target._handle
+    if type(source) is not LazyTensor:
+        if source.device.type != "cpu":
+            raise _mismatch(func, args, kwargs, "src", source)
+        if handle.pristine:
+            assert handle.tensor is not None
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                handle.tensor.copy_(source)
+            return target
+        source = from_host(source)
+    if handle.storage.error is not None and _covers_storage(handle):
+        handle.storage.error = None  # overwritten as a whole: what the failed step left is gone
+    return record_op(func, (target, source), {})
+
+
+def _covers_storage(handle: Handle) -> bool:
+    type_ = handle.type
+    is_dense = type_.offset == 0 and type_.stride == contiguous_stride(type_.shape)
+    return is_dense and type_.extent == handle.storage.nbytes
+
+
+@handles(_aten.zero_.default, _aten.fill_.Scalar)
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handle = args[0]._handle
+    if handle.storage.error is not None and _covers_storage(handle):
+        handle.storage.error = None
+    return record_op(func, args, kwargs)
+
+
+def _copy_to_host(func: Any, target: torch.Tensor, source: LazyTensor) -> torch.Tensor:
+    metrics.count_synchronization("to host", user_line())
+    _recorder.synchronize([source._handle])
+    assert source._handle.tensor is not None
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        target.copy_(source._handle.tensor)
+    return target
+
+
+@handles(_aten._to_copy.default)
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    device = kwargs.get("device")
+    if type(source) is not LazyTensor:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            moved = func(source, **{**kwargs, "device": torch.device("cpu"), "non_blocking": False})
+            return wrap(handle_of_host_tensor(moved))
+    if device is None or device.type == "lazy":
+        return record_op(func, args, {k: v for k, v in kwargs.items() if k != "non_blocking"})
+    if device.type == "meta":
+        type_ = source._handle.type
+        return torch.empty_strided(type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device)
+    metrics.count_synchronization("to host", user_line())
+    _recorder.synchronize([source._handle])
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return func(source._handle.tensor, **kwargs)

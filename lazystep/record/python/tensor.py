@@ -1,0 +1,176 @@
+"""`LazyTensor`: a tensor on `device="lazy"` that stands for a value which may not exist yet.
+
+A wrapper subclass: autograd, hooks and modules see an ordinary tensor with a shape and a data type;
+every op below autograd arrives in `LazyTensor.__torch_dispatch__`, which hands it to `dispatch`.
+The methods here are those that torch answers without dispatching, by looking at memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ... import metrics
+from ...errors import UnsupportedError
+from ...program.types import TensorType
+from ..handle import Handle
+from ..source import user_line
+
+DEVICE = torch.device("lazy", 0)
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose ops are recorded. Made by factories with `device="lazy"` and by `.to("lazy")`."""
+
+    _handle: Handle
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from .dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    # -- reading values: each of these synchronizes --------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        text = repr(self.detach().cpu().requires_grad_(self.requires_grad and self.is_leaf))
+        if self.grad_fn is not None:
+            text = f"{text[:-1]}, grad_fn=<{type(self.grad_fn).__name__}>)"
+        return f"{text[:-1]}, device='{DEVICE}')"
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a NumPy array of its own. Synchronizes."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
+        return self.detach().cpu().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The values as nested lists. Synchronizes."""
+        return self.detach().cpu().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.detach().cpu().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.detach().cpu().__dlpack_device__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Files and pickles hold plain CPU tensors, so that they load where lazystep is not
+        # installed. The real tensor, not a copy: tensors that share memory share it in the file.
+        plain = self._plain_tensor()
+        plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_handle", "_tensor_id")})
+        plain.__dict__.pop("_is_param", None)
+        return plain.__reduce_ex__(protocol)
+
+    def _plain_tensor(self) -> torch.Tensor:
+        """The real tensor behind this one, as leaf of the same kind. Synchronizes; shares memory."""
+        from .dispatch import recorder
+
+        metrics.count_synchronization("pickle", user_line())
+        recorder().synchronize([self._handle])
+        real = self._handle.tensor
+        assert real is not None
+        real = real.detach()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(real, self.requires_grad)
+        return real.requires_grad_(self.requires_grad)
+
+    # -- what torch does without dispatching ---------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias without autograd history and with a version counter of its own, as in eager."""
+        return wrap(self._handle)
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, LazyTensor):
+            other = other.to(DEVICE)
+        assert isinstance(other, LazyTensor)
+        retype(self, other._handle)
+
+    def data_ptr(self) -> int:
+        """0: a lazy tensor has no memory of its own to point to."""
+        return 0
+
+    def untyped_storage(self) -> Any:
+        """Refused: the memory behind a lazy tensor is not there yet, or changes under the executor."""
+        raise _no_storage("untyped_storage")
+
+    def storage(self) -> Any:
+        """Refused, see `untyped_storage`."""
+        raise _no_storage("storage")
+
+    def share_memory_(self) -> Any:
+        """Refused, see `untyped_storage`."""
+        raise _no_storage("share_memory_")
+
+    def is_shared(self) -> bool:
+        """False: no lazy tensor is in shared memory."""
+        return False
+
+    def __tensor_flatten__(self) -> Any:
+        # Its presence makes `Module.to` swap parameters in place, so that tied ones stay tied and
+        # optimizers keep theirs. Only torch.compile calls it.
+        raise UnsupportedError(
+            "torch.compile does not take lazy tensors: a lazy step is compiled as a whole by lazystep. "
+            "Call the plain function or module, or compile it on CPU tensors."
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Any:
+        raise UnsupportedError("torch.compile does not take lazy tensors")
+
+
+def _no_storage(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}() of a lazy tensor, at {user_line(2)}: there is no memory to show. "
+        "Use .cpu() for a copy of the values."
+    )
+
+
+def wrap(handle: Handle) -> LazyTensor:
+    """A new lazy tensor for a value. The hot path of recording: keep it short."""
+    type_ = handle.type
+    tensor: LazyTensor = _make_wrapper(
+        LazyTensor, type_.shape, type_.stride, type_.offset, dtype=type_.dtype, device=DEVICE
+    )
+    if type_.conj or type_.neg:
+        _set_bits(tensor, type_)
+    tensor._handle = handle
+    return tensor
+
+
+def _set_bits(tensor: torch.Tensor, type_: TensorType) -> None:
+    torch._C._set_conj(tensor, type_.conj)
+    torch._C._set_neg(tensor, type_.neg)
+
+
+def retype(tensor: LazyTensor, handle: Handle) -> None:
+    """Let an existing tensor stand for another value, as `t_`, `resize_` and `.data = ...` do."""
+    _set_data(tensor, wrap(handle))
+    tensor._handle = handle
+
+
+_ids = itertools.count(1)
+
+
+def get_tensor_id(tensor: torch.Tensor) -> int:
+    """A number that no other tensor has, stable for the tensor's life. Does not synchronize."""
+    if not isinstance(tensor, LazyTensor):
+        raise ValueError(f"expected a tensor on the lazy device, got one on {tensor.device}")
+    number: int = tensor.__dict__.setdefault("_tensor_id", next(_ids))
+    return number

@@ -1,0 +1,265 @@
+"""The recorder: appends what front ends caught to the current recording, and cuts it at a barrier.
+
+A recording is a list of entries. An entry is a tuple: `(decision, operand index, ...)` for an op,
+`(type, storage number, nbytes)` for an input at its first use. Entries hold no values, handles or
+numbers that vary, so the list of entries *is* the program's key, built while recording.
+
+[Note: following] Training loops repeat. The recorder guesses the program that comes next from the
+one that came last time, and compares each entry with the guess as it arrives. As long as they
+agree, nothing else needs to be kept: no source line is looked up and no hash is computed, and at
+the barrier the program is known. Where they part, the lines so far are the guess's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..config import settings
+from ..program.program import Source
+from ..program.types import TensorType
+from .decide import Decision
+from .handle import Handle, LiveHandles, Storage
+from .source import user_source
+
+Entry = tuple[Any, ...]
+
+
+class KnownRecording:
+    """The entries and source lines of an earlier recording: the key of its program."""
+
+    __slots__ = ("__weakref__", "entries", "follower", "sources")
+
+    def __init__(self, entries: tuple[Entry, ...], sources: list[Source | None]) -> None:
+        self.entries = entries
+        self.sources = sources
+        # What was recorded after this one the last time: the next guess. Weak: guesses are
+        # replaced as the loop changes and must not keep old programs alive in a chain.
+        self.follower: weakref.ref[KnownRecording] | None = None
+
+
+class Recording:
+    """What has been recorded since the last barrier."""
+
+    __slots__ = (
+        "entries",
+        "guess",
+        "inputs",
+        "live",
+        "num_storages",
+        "num_values",
+        "scalars",
+        "sources",
+        "started",
+        "written",
+    )
+
+    def __init__(self, guess: KnownRecording | None) -> None:
+        self.entries: list[Entry] = []
+        self.scalars: list[Any] = []
+        self.inputs: list[Handle] = []
+        self.live: LiveHandles = {}
+        self.written: list[Storage] = []
+        self.num_values = 0
+        self.num_storages = 0
+        self.guess = guess
+        self.sources: list[Source | None] = []
+        self.started = 0.0
+
+    def append(self, entry: Entry) -> None:
+        position = len(self.entries)
+        guess = self.guess
+        if guess is not None:
+            if position < len(guess.entries) and guess.entries[position] == entry:
+                self.entries.append(entry)
+                return
+            self.guess = None
+            self.sources = guess.sources[:position]
+        self.entries.append(entry)
+        self.sources.append(user_source(3) if settings.source_lines else None)
+
+    def adopt(self, handle: Handle) -> int:
+        """Make a value from before this recording an input of it."""
+        storage = handle.storage
+        if storage.error is not None:
+            raise storage.error
+        if storage.recording is not self:
+            storage.recording = self
+            storage.number = self.num_storages
+            self.num_storages += 1
+        self.append((handle.type, storage.number, storage.nbytes))
+        self.inputs.append(handle)
+        handle.pristine = False
+        handle.index = self.num_values
+        handle.recording = self
+        self.num_values += 1
+        return handle.index
+
+    def rolled_back_to(self, mark: tuple[int, int, int, int, int]) -> None:
+        """Forget what an interrupted op left behind. The marks are those of `Recorder.record`."""
+        num_entries, num_inputs, num_scalars, num_values, num_storages = mark
+        for handle in self.inputs[num_inputs:]:
+            handle.recording = None
+            if handle.storage.number >= num_storages:
+                handle.storage.recording = None
+        del self.entries[num_entries:], self.inputs[num_inputs:], self.scalars[num_scalars:]
+        del self.sources[num_entries:]
+        for index in [i for i in self.live.copy() if i >= num_values]:
+            self.live.pop(index, None)
+        self.num_values, self.num_storages = num_values, num_storages
+
+
+class Cut:
+    """A finished recording, with the handles that were alive at the barrier."""
+
+    __slots__ = ("live", "recording")
+
+    def __init__(self, recording: Recording, live: list[tuple[int, Handle]]) -> None:
+        self.recording = recording
+        self.live = live
+
+
+class Recorder:
+    """Owns the current recording. All methods may be called from any thread.
+
+    `synchronize`: called by reads that need values; injected by the barrier, which stands above
+    this module. `on_full`: called without the lock when the recording has reached the size bound.
+    """
+
+    def __init__(self) -> None:
+        # Held for an entry or a cut, never while waiting for anything.
+        self.lock = threading.RLock()
+        self.recording = Recording(None)
+        self.last_known: KnownRecording | None = None
+        # Weak: the program cache decides how long a recording is known.
+        self._known: weakref.WeakValueDictionary[tuple[Entry, ...], KnownRecording]
+        self._known = weakref.WeakValueDictionary()
+        self.synchronize: Callable[[Sequence[Handle]], None] = _not_wired
+        self.synchronize_all: Callable[[], None] = _not_wired
+        self.on_full: Callable[[], None] = _not_wired
+
+    def record(
+        self, decision: Decision, operands: Sequence[Handle], scalars: Sequence[Any]
+    ) -> list[Handle | None]:
+        """Append an op. Returns a handle per result, then one per rebound operand."""
+        with self.lock:
+            recording = self.recording
+            mark = (
+                len(recording.entries),
+                len(recording.inputs),
+                len(recording.scalars),
+                recording.num_values,
+                recording.num_storages,
+            )
+            try:
+                made = self._append(recording, decision, operands, scalars)
+            except BaseException:
+                recording.rolled_back_to(mark)
+                raise
+        if mark[0] >= settings.max_instructions:
+            self.on_full()
+        return made
+
+    def _append(
+        self, recording: Recording, decision: Decision, operands: Sequence[Handle], scalars: Sequence[Any]
+    ) -> list[Handle | None]:
+        if not recording.entries:
+            recording.started = time.perf_counter()
+        indices = [h.index if h.recording is recording else recording.adopt(h) for h in operands]
+        recording.append((decision, *indices))
+        recording.scalars += scalars
+        for k in decision.writes:
+            storage = operands[k].storage
+            if storage.writer is not recording:
+                storage.writer = recording
+                recording.written.append(storage)
+        made: list[Handle | None] = []
+        fresh: dict[int, Storage] = {}
+        for result in decision.results:
+            if result is None:
+                made.append(None)
+            elif result.same >= 0:
+                made.append(operands[result.same])
+            else:
+                made.append(
+                    self._new_handle(recording, result.type, result.alias, result.nbytes, operands, fresh)
+                )
+        for rebind in decision.rebinds:
+            handle = self._new_handle(recording, rebind.type, rebind.alias, rebind.nbytes, operands, {})
+            handle.storage.nbytes = rebind.nbytes
+            made.append(handle)
+        return made
+
+    @staticmethod
+    def _new_handle(
+        recording: Recording,
+        type_: TensorType,
+        alias: int,
+        nbytes: int,
+        operands: Sequence[Handle],
+        fresh: dict[int, Storage],
+    ) -> Handle:
+        if alias >= 0:
+            storage = operands[alias].storage
+        else:
+            known = fresh.get(alias)
+            if known is None:
+                known = fresh[alias] = Storage(nbytes)
+                known.recording = known.writer = recording
+                known.number = recording.num_storages
+                recording.num_storages += 1
+            storage = known
+        handle = Handle(type_, storage)
+        handle.recording = recording
+        index = handle.index = recording.num_values
+        recording.num_values = index + 1
+        recording.live[index] = weakref.ref(handle)
+        return handle
+
+    def is_pending(self, handle: Handle) -> bool:
+        """Whether the current recording has to run before this value can be read."""
+        recording = self.recording
+        made_here = handle.recording is recording and handle.index in recording.live
+        return made_here or handle.storage.writer is recording
+
+    def cut(self) -> Cut | None:
+        """End the current recording and start the next. None if nothing was recorded. Needs the lock."""
+        recording = self.recording
+        if not recording.entries:
+            return None
+        # copy(): handles may die, and leave `live`, while we look at them.
+        live = [(i, h) for i, ref in recording.live.copy().items() if (h := ref()) is not None]
+        self.recording = Recording(None)
+        return Cut(recording, live)
+
+    def identify(self, recording: Recording) -> KnownRecording:
+        """The known recording with exactly these entries; a new one if there is none.
+
+        A recording that followed its guess to the end costs nothing here.
+        """
+        guess = recording.guess
+        num_entries = len(recording.entries)
+        if guess is not None and len(guess.entries) == num_entries:
+            return guess
+        entries = tuple(recording.entries)
+        known = self._known.get(entries)
+        if known is None:
+            sources = guess.sources[:num_entries] if guess is not None else recording.sources
+            known = self._known[entries] = KnownRecording(entries, sources)
+        return known
+
+    def guess_next(self, known: KnownRecording) -> None:
+        """Tell which known recording has just ended, so that the next one can be guessed."""
+        if self.last_known is not None:
+            self.last_known.follower = weakref.ref(known)
+        self.last_known = known
+        follower = known.follower() if known.follower is not None else None
+        if follower is not None and not self.recording.entries:
+            self.recording.guess = follower
+
+
+def _not_wired(*_: Any) -> None:
+    raise AssertionError("the barrier has not been wired to the recorder")

@@ -1,0 +1,51 @@
+"""Finding the user's line: the innermost frame that is neither torch, lazystep nor the standard library."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+import torch
+
+from ..program.program import Source
+
+_PACKAGES = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(path)), "")
+    for path in (torch.__file__, os.path.dirname(__file__))
+)
+_STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
+_SITE = ("site-packages", "dist-packages")
+
+# Whether a code object is not the user's. Code objects are few and long-lived.
+_is_internal: dict[CodeType, bool] = {}
+
+
+def _classify(code: CodeType) -> bool:
+    path = code.co_filename
+    internal = path.startswith(_PACKAGES) or path.startswith("<frozen ")
+    if path.startswith(_STDLIB) and not any(name in path for name in _SITE):
+        internal = True
+    _is_internal[code] = internal
+    return internal
+
+
+def user_source(depth: int = 1) -> Source | None:
+    """The user's line that led here; None in a thread that has no user frame. About 1 µs."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        internal = _is_internal.get(code)
+        if internal is None:
+            internal = _classify(code)
+        if not internal:
+            return Source(code, frame.f_lasti)
+        frame = frame.f_back
+    return None
+
+
+def user_line(depth: int = 1) -> str:
+    """`file:line in function` of the user's line, for messages and counters."""
+    source = user_source(depth + 1)
+    return str(source) if source is not None else "an unknown line"
