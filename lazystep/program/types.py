@@ -23,13 +23,13 @@ _SHORT = {
 
 
 class TensorType:
-    """Data type, shape, strides, offset into the storage, conjugate and negative bit.
+    """Data type, shape, strides, offset into the storage, conjugate and negative bit, layout.
 
     Interned: equal types are one object, so that comparing them, and hashing the keys they are
     part of, costs no more than comparing addresses. Make them with `tensor_type` or `type_of`.
     """
 
-    __slots__ = ("__weakref__", "conj", "dtype", "neg", "offset", "shape", "stride")
+    __slots__ = ("__weakref__", "conj", "dtype", "layout", "neg", "offset", "shape", "stride")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class TensorType:
         offset: int,
         conj: bool,
         neg: bool,
+        layout: torch.layout,
     ) -> None:
         self.dtype = dtype
         self.shape = shape
@@ -46,10 +47,13 @@ class TensorType:
         self.offset = offset
         self.conj = conj
         self.neg = neg
+        self.layout = layout
 
     def __str__(self) -> str:
         name = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
         text = f"{name}[{', '.join(map(str, self.shape))}]"
+        if self.layout is not torch.strided:
+            return f"{text} {str(self.layout).removeprefix('torch.')}"
         if self.stride != contiguous_stride(self.shape):
             text += f" stride {list(self.stride)}"
         if self.offset:
@@ -78,16 +82,19 @@ def tensor_type(
     offset: int = 0,
     conj: bool = False,
     neg: bool = False,
+    layout: torch.layout = torch.strided,
 ) -> TensorType:
     """The one `TensorType` with this content."""
-    key = (dtype, shape, stride, offset, conj, neg)
+    key = (dtype, shape, stride, offset, conj, neg, layout)
     found = _interned.get(key)
     # setdefault: two threads that make the same type must end up with the same object.
     return found if found is not None else _interned.setdefault(key, TensorType(*key))
 
 
 def type_of(tensor: torch.Tensor) -> TensorType:
-    """The type of a strided tensor."""
+    """The type of a tensor. Sparse ones have a layout, and neither strides nor an offset."""
+    if tensor.layout is not torch.strided:
+        return tensor_type(tensor.dtype, tuple(tensor.shape), (), layout=tensor.layout)
     return tensor_type(
         tensor.dtype,
         tuple(tensor.shape),

@@ -13,6 +13,9 @@ type, while the user's line is still on the stack.
 from __future__ import annotations
 
 import enum
+import logging
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,6 +156,15 @@ _VALUE_FREE_DRAWS = frozenset(
 )
 
 _fake_mode = FakeTensorMode()
+_inferring = threading.local()
+
+
+def _is_not_inferring(record: logging.LogRecord) -> bool:
+    return not getattr(_inferring, "active", False)
+
+
+# Inference failing is normal here: eager then says whether it is an error and which one.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_not_inferring)
 
 
 def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
@@ -167,6 +179,8 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         return Decision(Action.HOST, facts.name, func, "random op that reads values")
     if not any(_is_tensor_type(r.type) for r in func._schema.returns) and not facts.writes:
         return Decision(Action.HOST, facts.name, func, _host_reason(facts.name))
+    if any(type_.layout is not torch.strided for type_ in _operand_types([*args, *kwargs.values()])):
+        return Decision(Action.HOST, facts.name, func, "sparse tensor")
 
     template = _Template(facts)
     template_args = tuple(template.build(a, i in facts.number_positions) for i, a in enumerate(args))
@@ -179,6 +193,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         kwargs=template_kwargs,
         scalar_types=tuple(template.scalar_types),
     )
+    _inferring.active = True
     try:
         with torch._C._AutoDispatchBelowADInplaceOrView(), _fake_mode:
             _infer(decision, facts, template.operands, args, kwargs)
@@ -191,6 +206,8 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         with torch._C._AutoDispatchBelowADInplaceOrView():
             _call(func, [_zeros(o) for o in template.operands], args, kwargs)
         return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
+    finally:
+        _inferring.active = False
     _probe(decision, facts, template.operands, args, kwargs)
     return decision
 
@@ -201,6 +218,14 @@ def _host_reason(name: str) -> str:
 
 def _is_tensor_type(schema_type: Any) -> bool:
     return "Tensor" in str(schema_type)
+
+
+def _operand_types(args: list[Any]) -> Iterator[TensorType]:
+    for arg in args:
+        if type(arg) is Operand:
+            yield arg.type
+        elif type(arg) is list:
+            yield from _operand_types(arg)
 
 
 class _Template:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ..errors import LazyStepError
+from . import cpu_branch
 from .python import dispatch as python_front_end
+from .python import patches
 from .recorder import Recorder
 
 # Kept for the life of the process: dropping a Library removes its kernels.
@@ -30,6 +32,7 @@ def register(recorder: Recorder) -> None:
         )
     python_front_end.install(recorder)
     _register_kernels()
+    patches.apply()
     _register_device_module()
 
 
@@ -43,6 +46,9 @@ def _register_kernels() -> None:
     # above is not reachable: explicit kernels are.
     for func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
         library.impl(func, _kernel_for(func), "Lazy")
+    for func, kernel in cpu_branch.kernels(python_front_end.type_of_lazy).items():
+        library.impl(func, kernel, "AutogradLazy")
+        python_front_end.add_composite(func, kernel)
     _libraries.extend([fallback, library])
 
 

@@ -80,7 +80,10 @@ class Handle:
 
 def handle_of_host_tensor(tensor: torch.Tensor, storage: Storage | None = None) -> Handle:
     """A handle whose value is known already. Takes over `tensor`, which nobody else may write."""
-    handle = Handle(type_of(tensor), storage or Storage(tensor.untyped_storage().nbytes()))
+    type_ = type_of(tensor)
+    if storage is None:
+        storage = Storage(tensor.untyped_storage().nbytes() if type_.layout is torch.strided else 0)
+    handle = Handle(type_, storage)
     handle.tensor = tensor
     return handle
 

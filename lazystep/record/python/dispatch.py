@@ -14,7 +14,7 @@ import torch
 
 from ... import metrics
 from ...errors import DeviceMismatchError, UnsupportedError
-from ...program.types import contiguous_stride, type_of
+from ...program.types import TensorType, contiguous_stride, type_of
 from ..decide import Action, Decision, Operand, OpFacts, decide
 from ..handle import Handle, Storage, handle_of_host_tensor
 from ..recorder import Recorder
@@ -35,6 +35,17 @@ def install(recorder: Recorder) -> None:
     """Connect the front end to the recorder that it feeds."""
     global _recorder
     _recorder = recorder
+
+
+def add_composite(func: Any, kernel: Callable[..., Any]) -> None:
+    """Run a composite by `kernel` where it arrives whole, under inference mode."""
+    _handlers[func] = lambda _, args, kwargs: kernel(*args, **kwargs)
+
+
+def type_of_lazy(tensor: torch.Tensor) -> TensorType:
+    """The type of a lazy tensor."""
+    assert isinstance(tensor, LazyTensor)
+    return tensor._handle.type
 
 
 def recorder() -> Recorder:
@@ -168,6 +179,9 @@ def _decide(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "sparse_compressed" in func._schema.name:
+        # These end in a constructor that knows a fixed list of devices.
+        return run_on_host(func, args, kwargs, "sparse tensor")
     return func.decompose(*args, **kwargs)
 
 
@@ -292,6 +306,10 @@ def _adopt_results(
     for tensor, real in aliases:
         handle = tensor._handle
         assert handle.tensor is not None
+        if handle.type.layout is not torch.strided:
+            if writes:
+                retype(tensor, handle_of_host_tensor(real))
+            continue
         storages[handle.tensor.untyped_storage()._cdata] = handle.storage
         handle.storage.nbytes = handle.tensor.untyped_storage().nbytes()
         if writes and type_of(real) is not handle.type:
@@ -306,12 +324,13 @@ def _adopt_results(
         for tensor, real in aliases:
             if real is leaf:
                 return tensor
-        if leaf.layout is not torch.strided or leaf.is_quantized:
-            kind = "quantized" if leaf.is_quantized else str(leaf.layout).removeprefix("torch.")
+        if leaf.is_quantized or leaf.is_mkldnn or leaf.is_nested:
             raise UnsupportedError(
-                f"{func} at {user_line()}: the lazy device has no {kind} tensors. "
+                f"{func} at {user_line()}: the lazy device has no quantized, nested or mkldnn tensors. "
                 "Move the tensor to the CPU first: .cpu()"
             )
+        if leaf.layout is not torch.strided:
+            return wrap(handle_of_host_tensor(leaf))
         cdata = leaf.untyped_storage()._cdata
         handle = handle_of_host_tensor(leaf, storages.get(cdata))
         storages[cdata] = handle.storage
@@ -369,6 +388,11 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap(args[0]._handle)
 
 
+@handles(torch.ops.prim.layout.default)
+def _layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]._handle.type.layout
+
+
 @handles(_aten.lift_fresh.default, _aten.lift.default)
 def _lift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
@@ -389,10 +413,8 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _make_elsewhere(func, args, kwargs)
     out = _make_elsewhere(func, args, {**kwargs, "device": torch.device("cpu")})
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        if out.layout is not torch.strided:
-            raise UnsupportedError(f"{func} at {user_line()}: the lazy device has no {out.layout} tensors")
         handle = handle_of_host_tensor(out)
-        handle.pristine = True
+        handle.pristine = out.layout is torch.strided
         return wrap(handle)
 
 

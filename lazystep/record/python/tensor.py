@@ -102,6 +102,12 @@ class LazyTensor(torch.Tensor):
         assert isinstance(other, LazyTensor)
         retype(self, other._handle)
 
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The legacy constructor, which sparse optimizers still call."""
+        if self.layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(*args, **kwargs)
+        return self.detach().cpu().new(*args, **kwargs).to(DEVICE)
+
     def data_ptr(self) -> int:
         """0: a lazy tensor has no memory of its own to point to."""
         return 0
@@ -145,11 +151,28 @@ def _no_storage(name: str) -> UnsupportedError:
 def wrap(handle: Handle) -> LazyTensor:
     """A new lazy tensor for a value. The hot path of recording: keep it short."""
     type_ = handle.type
+    if type_.layout is not torch.strided:
+        return _wrap_sparse(handle)
     tensor: LazyTensor = _make_wrapper(
         LazyTensor, type_.shape, type_.stride, type_.offset, dtype=type_.dtype, device=DEVICE
     )
     if type_.conj or type_.neg:
         _set_bits(tensor, type_)
+    tensor._handle = handle
+    return tensor
+
+
+def _wrap_sparse(handle: Handle) -> LazyTensor:
+    type_ = handle.type
+    tensor: LazyTensor = _make_wrapper(
+        LazyTensor,
+        type_.shape,
+        dtype=type_.dtype,
+        layout=type_.layout,
+        device=DEVICE,
+        # A plain TensorImpl can't answer for the layout of a compressed tensor: it asks us.
+        dispatch_layout=True,
+    )
     tensor._handle = handle
     return tensor
 

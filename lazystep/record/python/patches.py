@@ -1,0 +1,139 @@
+"""The places where torch decides by device in Python, outside the dispatcher's reach.
+
+Each patch leaves tensors of other devices exactly as they were, and says what it is for. All of
+them stand in this file, so that a new torch release means reading one page.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin
+
+from ...errors import UnsupportedError
+from .tensor import DEVICE, LazyTensor
+
+
+def apply() -> None:
+    """Apply every patch. Once per process."""
+    _keep_identity_in_module_conversions()
+    _materialize_on_the_lazy_device()
+    _take_fast_paths()
+    _refuse_distributed_data_parallel()
+    _load_to_the_lazy_device()
+
+
+def _wrapping(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace `owner.name` by a function that gets the original as its first argument."""
+    original = getattr(owner, name)
+
+    def replace(function: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+
+    return replace
+
+
+def _keep_identity_in_module_conversions() -> None:
+    """`module.to("lazy")` and back keep every Parameter object, so that tied ones stay tied and an
+    optimizer made before keeps its parameters. To the lazy device torch swaps by itself, because
+    `LazyTensor` has `__tensor_flatten__`; back, and between data types, it must be asked to.
+    """
+
+    @_wrapping(torch.nn.Module, "_apply")
+    def _apply(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
+        own = list(module._parameters.values())
+        uninitialized = {
+            name: p for name, p in module._parameters.items() if isinstance(p, UninitializedParameter)
+        }
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        if not uninitialized and not any(type(p) is LazyTensor for p in own):
+            return original(module, fn, recurse)
+        for name, parameter in uninitialized.items():
+            # It has no shape yet and can't be lazy: remember where it goes once it has.
+            target = fn(torch.empty(0, dtype=parameter.dtype))
+            parameter._lazystep_moves = target.device.type == "lazy"
+            module._parameters[name] = None if parameter._lazystep_moves else parameter
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return original(module, fn, recurse)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+            module._parameters.update(uninitialized)
+
+
+def _materialize_on_the_lazy_device() -> None:
+    """`nn.LazyLinear` and its kin get their parameters on the device they were moved to."""
+
+    @_wrapping(UninitializedTensorMixin, "materialize")
+    def materialize(original: Any, parameter: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        moves = parameter.__dict__.pop("_lazystep_moves", False) and device is None
+        to_lazy = moves or (device is not None and torch.device(device).type == "lazy")
+        original(parameter, shape, "cpu" if to_lazy else device, dtype)
+        if to_lazy:
+            moved = torch.nn.Parameter(parameter.detach().to(DEVICE), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, moved)
+
+
+def _take_fast_paths() -> None:
+    """Attention layers take their fused path in evaluation on devices of a list. CPU is on it, so
+    lazy tensors, whose truth is CPU, must be."""
+
+    @_wrapping(torch.nn.modules.activation, "_check_arg_device")
+    def _check_arg_device(original: Any, x: Any) -> Any:
+        return type(x) is LazyTensor or original(x)
+
+    registration = torch.utils.backend_registration
+
+    def forward(original: Any, module: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(src) is not LazyTensor:
+            return original(module, src, *args, **kwargs)
+        # The list's last member is this name; nothing else reads it during the call.
+        saved, registration._privateuse1_backend_name = registration._privateuse1_backend_name, "lazy"
+        try:
+            return original(module, src, *args, **kwargs)
+        finally:
+            registration._privateuse1_backend_name = saved
+
+    _wrapping(torch.nn.TransformerEncoderLayer, "forward")(forward)
+    _wrapping(torch.nn.TransformerEncoder, "forward")(forward)
+
+
+def _refuse_distributed_data_parallel() -> None:
+    """DDP reduces gradients in hooks that read memory; on lazy tensors it would fail obscurely."""
+
+    @_wrapping(torch.nn.parallel.DistributedDataParallel, "__init__")
+    def __init__(original: Any, ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if any(type(t) is LazyTensor for t in [*module.parameters(), *module.buffers()]):
+            raise UnsupportedError(
+                "DistributedDataParallel does not take a module on the lazy device. "
+                "Keep the module on the CPU for DDP: it reduces gradients as they are computed."
+            )
+        original(ddp, module, *args, **kwargs)
+
+
+class _LazyBoundStorage(torch.UntypedStorage):
+    """A CPU storage on its way to the lazy device: `torch.load` asks it where tensors shall be made."""
+
+    @property
+    def device(self) -> Any:
+        return DEVICE
+
+
+def _load_to_the_lazy_device() -> None:
+    """`torch.load(..., map_location="lazy")`."""
+
+    def restore(storage: Any, location: str) -> Any:
+        if not location.startswith("lazy"):
+            return None
+        bound = _LazyBoundStorage(storage.nbytes())
+        bound.copy_(storage)
+        return bound
+
+    torch.serialization.register_package(15, lambda storage: None, restore)
