@@ -23,14 +23,18 @@ from ..program.types import TensorType, type_of
 from .executable import InstructionError
 
 
+# (instruction, result) to whether the result has to be copied.
+Repairs = dict[tuple[int, int], bool]
+
+
 class ReferenceExecutable:
     """Runs a program op by op. See `Executable`."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._last_uses = _last_uses(program)
-        # Results that an op lays out otherwise than was inferred: (instruction, result) pairs.
-        self._repairs: frozenset[tuple[int, int]] = frozenset()
+        # Results that an op lays out otherwise than was inferred.
+        self._repairs: Repairs = {}
         self._function: Callable[..., Any] | None = None
         self._lines: list[int] = []
         self._has_run = False
@@ -65,24 +69,22 @@ class ReferenceExecutable:
         inputs.clear()
         for value in self._last_uses[-1]:
             del tensors[value]
-        repairs = set()
         for position, instruction in enumerate(program.instructions):
             try:
                 # A function of its own: no local of this frame keeps a tensor past its last use.
                 repaired = _run_instruction(program, instruction, tensors, scalars)
             except Exception as error:
                 raise InstructionError(position) from _without_frames(error)
-            repairs.update((position, number) for number in repaired)
+            self._repairs.update({(position, number): copies for number, copies in repaired.items()})
             for value in self._last_uses[position]:
                 del tensors[value]
-        self._repairs = frozenset(repairs)
         return [tensors[value] for value in program.outputs]
 
 
 def _run_instruction(
     program: Program, instruction: Instruction, tensors: dict[int, torch.Tensor], scalars: Sequence[Any]
-) -> list[int]:
-    """Run one instruction on `tensors`; return the numbers of the results that needed a repair."""
+) -> dict[int, bool]:
+    """Run one instruction on `tensors`; return the results that needed a repair, and whether by a copy."""
     aliases = {argument: tensors[argument].detach() for argument, _ in instruction.rebinds}
 
     def fill(arg: Arg) -> Any:
@@ -96,7 +98,7 @@ def _run_instruction(
     kwargs = {name: fill(arg) for name, arg in instruction.kwargs}
     out = resolve_op(instruction.op)(*args, **kwargs)
     flat = list(out) if isinstance(out, (tuple, list)) else [out]
-    repaired = []
+    repaired = {}
     arguments = set(instruction.reads())
     for number, (value, tensor) in enumerate(zip(instruction.results, flat, strict=False)):
         if value is None or value in arguments:
@@ -110,8 +112,9 @@ def _run_instruction(
             }
             others = {tensors[a].untyped_storage()._cdata for a in arguments} - shared
             if needs_repair(instruction.op, declared, tensor, shared, others):
-                tensor = relayout(tensor, declared)
-                repaired.append(number)
+                copies = tensor.untyped_storage()._cdata in others
+                tensor = relayout(tensor, declared, copies)
+                repaired[number] = copies
                 metrics.count("layout_repairs")
                 metrics.count(f"layout_repairs:{instruction.op}")
         tensors[value] = tensor
@@ -123,9 +126,10 @@ def _run_instruction(
 def needs_repair(
     op: str, declared: TensorType, tensor: torch.Tensor, shared: set[int], others: set[int]
 ) -> bool:
-    """Whether what an op returned has to be copied to have the layout that was inferred for it.
+    """Whether what an op returned has to be laid out anew to be what was inferred for it.
 
-    Raises where a copy would not help: another shape or data type, or a view that is none.
+    Raises where that would not help: another shape or data type, a view that is none, or a view
+    of other elements.
     """
     actual = type_of(tensor)
     if actual.shape != declared.shape or actual.dtype != declared.dtype:
@@ -137,11 +141,27 @@ def needs_repair(
         raise AssertionError(
             f"{op} returned a new tensor where a view was inferred; please report this as a bug of lazystep"
         )
+    if shared and not _same_elements(actual, declared):
+        raise AssertionError(
+            f"{op} returned a view {actual} where {declared} was inferred; please report this as a bug of lazystep"
+        )
     return actual is not declared or storage in others
 
 
-def relayout(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
-    """A copy of `tensor` with the declared strides."""
+def _same_elements(a: TensorType, b: TensorType) -> bool:
+    """Whether two types of one shape reach the same elements: strides of single elements don't count."""
+    if 0 in a.shape:
+        return True
+    strides = zip(a.shape, a.stride, b.stride, strict=True)
+    same_strides = all(n == 1 or s == t for n, s, t in strides)
+    return same_strides and (a.offset, a.conj, a.neg) == (b.offset, b.conj, b.neg)
+
+
+def relayout(tensor: torch.Tensor, declared: TensorType, copies: bool) -> torch.Tensor:
+    """`tensor` with the declared strides: a view where only strides of single elements differ, unless
+    `copies`; else a copy."""
+    if not copies and _same_elements(type_of(tensor), declared):
+        return tensor.as_strided(declared.shape, declared.stride, declared.offset)
     flat = torch.empty(declared.extent // declared.dtype.itemsize, dtype=declared.dtype)
     copy = flat.as_strided(declared.shape, declared.stride, declared.offset)
     if declared.conj:
@@ -175,7 +195,7 @@ _GENERATED = "<lazystep reference program>"
 
 
 def _translate(
-    program: Program, last_uses: dict[int, list[int]], repairs: frozenset[tuple[int, int]]
+    program: Program, last_uses: dict[int, list[int]], repairs: Repairs
 ) -> tuple[Callable[..., Any], list[int]]:
     """The program as a Python function, and for each of its lines the instruction it belongs to."""
     names: dict[str, Any] = {"_relayout": relayout, "_detach": torch.ops.aten.detach.default._op}
@@ -234,7 +254,8 @@ def _translate(
             if (position, number) in repairs:
                 value = instruction.results[number]
                 assert value is not None
-                emit(f"{target} = _relayout({target}, {literal(program.values[value].type)})", position)
+                declared = literal(program.values[value].type)
+                emit(f"{target} = _relayout({target}, {declared}, {repairs[position, number]})", position)
         dead = [f"v{v}" for v in last_uses[position]]
         if "_" in targets and len(targets) > 1:
             dead.append("_")

@@ -31,8 +31,11 @@ from torch._subclasses.fake_tensor import (
 from ..program.program import Arg, Ref, ScalarRef
 from ..program.types import TensorType, type_of
 
-# Values that ops of this many elements, in and out, are tried out on for real when first met.
-_PROBE_ELEMENTS = 1 << 16
+# Ops that move at most this many bytes are tried out on real zeros when first met.
+_PROBE_BYTES = 1 << 18
+# Ops whose inferred shapes are wrong on the CPU: tried out whatever their size. They touch little
+# of their operands when every index is zero.
+_ALWAYS_PROBED = ("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
 
 
 class Action(enum.Enum):
@@ -306,9 +309,10 @@ def _probe(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Run a small aten op on zeros. What it returns corrects the inferred strides."""
-    elements = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
-    if elements > 4 * _PROBE_ELEMENTS or not facts.name.startswith("aten."):
+    """Run a small aten op on zeros. What it returns is right, where inference is not."""
+    nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
+    is_small = nbytes <= _PROBE_BYTES and facts.name.startswith("aten.")
+    if not is_small and facts.name not in _ALWAYS_PROBED:
         return
     zeros = [_zeros(o) for o in operands]
     try:
@@ -325,9 +329,8 @@ def _probe(
     corrected = []
     for result, t in zip(decision.results, flat, strict=True):
         if result is not None and result.same < 0 and isinstance(t, torch.Tensor):
-            actual = type_of(t)
-            if actual.shape == result.type.shape and actual.dtype == result.type.dtype:
-                result = result._replace(type=actual, nbytes=t.untyped_storage().nbytes())
+            nbytes = result.nbytes if result.alias >= 0 else t.untyped_storage().nbytes()
+            result = result._replace(type=type_of(t), nbytes=nbytes)
         corrected.append(result)
     decision.results = tuple(corrected)
 

@@ -278,6 +278,8 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         if writes:
             _recorder.synchronize_all()
         _recorder.synchronize([t._handle for t in lazy])
+    # Sparse kernels look at it to decide what to save for backward.
+    needs_grad = reason == "sparse tensor" and not writes
     # By tensor identity: an alias per operand, since the op may change its metadata.
     aliases: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
 
@@ -285,7 +287,10 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         if type(arg) is LazyTensor:
             if id(arg) not in aliases:
                 assert arg._handle.tensor is not None
-                aliases[id(arg)] = arg, arg._handle.tensor.detach()
+                alias = arg._handle.tensor.detach()
+                if needs_grad and arg.requires_grad:
+                    alias.requires_grad_()
+                aliases[id(arg)] = arg, alias
             return aliases[id(arg)][1]
         if type(arg) is list or type(arg) is tuple:
             return [to_real(a) for a in arg]
