@@ -244,21 +244,20 @@ def _translate(
         call = f"{ops[instruction.op]}({', '.join(args)})"
         arguments = set(instruction.reads())
         targets = [f"v{v}" if v is not None and v not in arguments else "_" for v in instruction.results]
+        dead = [f"v{v}" for v in last_uses[position]]
         if all(target == "_" for target in targets):
             emit(call, position)
         elif _returns_one(instruction.op):
             emit(f"{targets[0]} = {call}", position)
         else:
             emit(f"{', '.join(targets)}, = {call}", position)
+            dead += ["_"] if "_" in targets else []
         for number, target in enumerate(targets):
             if (position, number) in repairs:
                 value = instruction.results[number]
                 assert value is not None
                 declared = literal(program.values[value].type)
                 emit(f"{target} = _relayout({target}, {declared}, {repairs[position, number]})", position)
-        dead = [f"v{v}" for v in last_uses[position]]
-        if "_" in targets and len(targets) > 1:
-            dead.append("_")
         if dead:
             emit(f"del {', '.join(dead)}", position)
     emit(f"return [{', '.join(f'v{v}' for v in program.outputs)}]", len(program.instructions))

@@ -67,11 +67,7 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
                 results.append(new_value(result.type, storage))
         rebinds = []
         for rebind in decision.rebinds:
-            if rebind.alias >= 0:
-                storage = values[operands[rebind.alias]].storage
-            else:
-                storage = len(storages)
-                storages.append(Storage(rebind.nbytes, False))
+            storage = values[operands[rebind.alias]].storage
             room = max(storages[storage].nbytes, rebind.nbytes)
             storages[storage] = storages[storage]._replace(nbytes=room)
             rebinds.append((operands[rebind.operand], new_value(rebind.type, storage)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,6 +92,21 @@ class Decision:
     structure: Any = None  # "one", "tuple" or "list": how the op returns its results
     writes: tuple[int, ...] = ()
     rebinds: tuple[Rebind, ...] = ()
+    # Derived by `finish`, for the recorder: type, alias and nbytes of every value that the op makes.
+    made: tuple[tuple[TensorType, int, int], ...] = ()
+    num_storages: int = 0
+
+    def finish(self) -> None:
+        """Derive what recording needs from the results and rebinds."""
+        new = [(r.type, r.alias, r.nbytes) for r in self.results if r is not None and r.same < 0]
+        new += [(r.type, r.alias, r.nbytes) for r in self.rebinds]
+        self.made = tuple(new)
+        self.num_storages = -min([alias for _, alias, _ in new if alias < 0], default=0)
+
+    @property
+    def num_made(self) -> int:
+        """How many values the op makes."""
+        return len(self.made)
 
 
 class OpFacts:
@@ -100,6 +116,7 @@ class OpFacts:
         "float_literals",
         "func",
         "is_composite",
+        "is_quantizing",
         "is_random",
         "name",
         "needs_nbytes",
@@ -125,6 +142,8 @@ class OpFacts:
         self.float_literals = packet in ("arange", "range")
         # The result depends on the size of the storage behind the tensor.
         self.needs_nbytes = packet in ("as_strided", "as_strided_", "resize_", "resize", "set_", "set")
+        # Makes quantized tensors, which inference knows nothing of. Fake quantization makes floats.
+        self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
         self.is_composite = schema.name.startswith("aten::") and func._can_decompose()
 
 
@@ -158,6 +177,8 @@ _VALUE_FREE_DRAWS = frozenset(
     ).split()
 )
 
+_TYPE_ERROR = re.compile(r"not implemented for|scalar type|dtype|data type")
+
 _fake_mode = FakeTensorMode()
 _inferring = threading.local()
 
@@ -184,6 +205,9 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         return Decision(Action.HOST, facts.name, func, _host_reason(facts.name))
     if any(type_.layout is not torch.strided for type_ in _operand_types([*args, *kwargs.values()])):
         return Decision(Action.HOST, facts.name, func, "sparse tensor")
+
+    if facts.is_quantizing:
+        return Decision(Action.HOST, facts.name, func, "quantized tensor")
 
     template = _Template(facts)
     template_args = tuple(template.build(a, i in facts.number_positions) for i, a in enumerate(args))
@@ -212,6 +236,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     finally:
         _inferring.active = False
     _probe(decision, facts, template.operands, args, kwargs)
+    decision.finish()
     return decision
 
 
@@ -272,8 +297,9 @@ def _infer(
     for k in written:
         type_, storage = type_of(fakes[k]), fakes[k].untyped_storage()
         if type_ is not operands[k].type or storage._cdata != storages[k]:
-            alias = storages.index(storage._cdata) if storage._cdata in storages else -1
-            rebinds.append(Rebind(k, type_, alias, storage.nbytes()))
+            if storage._cdata not in storages:
+                raise NotImplementedError(f"{facts.name} gives an argument a storage from nowhere")
+            rebinds.append(Rebind(k, type_, storages.index(storage._cdata), storage.nbytes()))
         elif storage.nbytes() != operands[k].nbytes:
             rebinds.append(Rebind(k, type_, k, storage.nbytes()))
     decision.rebinds = tuple(rebinds)
@@ -319,8 +345,8 @@ def _probe(
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out = _call(decision.func, zeros, args, kwargs)
     except (RuntimeError, NotImplementedError) as error:
-        # Zeros may well be a bad value (a singular matrix); a missing kernel does not depend on values.
-        if "not implemented for" in str(error):
+        # Zeros may well be a bad value (a singular matrix); what is said of types does not depend on values.
+        if _TYPE_ERROR.search(str(error)):
             raise
         return
     except Exception:

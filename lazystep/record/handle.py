@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ..errors import LazyStepError
 from ..program.types import TensorType, type_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class PendingRun(Protocol):
         """Block until the step has run or failed; raise after the setting `wait_timeout`."""
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> LazyStepError | None:
         """Why the step failed, once it has run."""
 
 
@@ -41,13 +42,13 @@ class Storage:
 
     __slots__ = ("error", "nbytes", "number", "recording", "run", "writer")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, recording: Recording | None = None, number: int = -1) -> None:
+        """Made by `recording`, as its storage `number`; by nobody for memory that came from the host."""
         self.nbytes = nbytes
-        self.writer: Recording | None = None
+        self.writer = self.recording = recording
+        self.number = number
         self.run: PendingRun | None = None
-        self.error: BaseException | None = None
-        self.recording: Recording | None = None
-        self.number = -1
+        self.error: LazyStepError | None = None
 
 
 class Handle:
@@ -61,14 +62,19 @@ class Handle:
 
     __slots__ = ("__weakref__", "index", "pristine", "recording", "run", "storage", "tensor", "type")
 
-    def __init__(self, type: TensorType, storage: Storage) -> None:
+    def __init__(
+        self, type: TensorType, storage: Storage, recording: Recording | None = None, index: int = -1
+    ) -> None:
         self.type = type
         self.storage = storage
+        self.recording = recording
+        self.index = index
         self.tensor: torch.Tensor | None = None
         self.run: PendingRun | None = None
-        self.recording: Recording | None = None
-        self.index = -1
         self.pristine = False
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a handle belongs to its process and can't be pickled or copied")
 
     def __del__(self) -> None:
         # May run at any moment on any thread, inside the recorder's lock too: one atomic dict

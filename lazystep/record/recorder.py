@@ -70,16 +70,19 @@ class Recording:
         self.started = 0.0
 
     def append(self, entry: Entry) -> None:
-        position = len(self.entries)
+        """Add an entry, and compare it with the guess. See [Note: following]."""
+        entries = self.entries
         guess = self.guess
         if guess is not None:
-            if position < len(guess.entries) and guess.entries[position] == entry:
-                self.entries.append(entry)
+            position = len(entries)
+            expected = guess.entries
+            if position < len(expected) and expected[position] == entry:
+                entries.append(entry)
                 return
             self.guess = None
             self.sources = guess.sources[:position]
-        self.entries.append(entry)
-        self.sources.append(user_source(3) if settings.source_lines else None)
+        entries.append(entry)
+        self.sources.append(user_source(2) if settings.source_lines else None)
 
     def adopt(self, handle: Handle) -> int:
         """Make a value from before this recording an input of it."""
@@ -98,18 +101,21 @@ class Recording:
         self.num_values += 1
         return handle.index
 
-    def rolled_back_to(self, mark: tuple[int, int, int, int, int]) -> None:
-        """Forget what an interrupted op left behind. The marks are those of `Recorder.record`."""
-        num_entries, num_inputs, num_scalars, num_values, num_storages = mark
-        for handle in self.inputs[num_inputs:]:
+    def roll_back(self, num_entries: int) -> None:
+        """Forget the entries after the first `num_entries`: an interrupted op left them half made."""
+        kept = self.entries[:num_entries]
+        inputs = [entry for entry in kept if type(entry[0]) is TensorType]
+        decisions = [entry[0] for entry in kept if type(entry[0]) is not TensorType]
+        self.num_values = len(inputs) + sum(d.num_made for d in decisions)
+        for handle in self.inputs[len(inputs) :]:
             handle.recording = None
-            if handle.storage.number >= num_storages:
+            if all(handle.storage is not other.storage for other in self.inputs[: len(inputs)]):
                 handle.storage.recording = None
-        del self.entries[num_entries:], self.inputs[num_inputs:], self.scalars[num_scalars:]
-        del self.sources[num_entries:]
-        for index in [i for i in self.live.copy() if i >= num_values]:
+        self.num_storages = len({entry[1] for entry in inputs}) + sum(d.num_storages for d in decisions)
+        del self.entries[num_entries:], self.sources[num_entries:], self.inputs[len(inputs) :]
+        del self.scalars[sum(len(d.scalar_types) for d in decisions) :]
+        for index in [i for i in self.live.copy() if i >= self.num_values]:
             self.live.pop(index, None)
-        self.num_values, self.num_storages = num_values, num_storages
 
 
 class Cut:
@@ -141,83 +147,30 @@ class Recorder:
         self.synchronize_all: Callable[[], None] = _not_wired
         self.on_full: Callable[[], None] = _not_wired
 
-    def record(
-        self, decision: Decision, operands: Sequence[Handle], scalars: Sequence[Any]
-    ) -> list[Handle | None]:
-        """Append an op. Returns a handle per result, then one per rebound operand."""
+    def record(self, decision: Decision, operands: list[Handle], scalars: list[Any]) -> list[Handle]:
+        """Append an op. Returns a handle for each result that is new, then one per rebound operand."""
         with self.lock:
             recording = self.recording
-            mark = (
-                len(recording.entries),
-                len(recording.inputs),
-                len(recording.scalars),
-                recording.num_values,
-                recording.num_storages,
-            )
+            num_entries = len(recording.entries)
+            if not num_entries:
+                recording.started = time.perf_counter()
             try:
-                made = self._append(recording, decision, operands, scalars)
+                indices = [h.index if h.recording is recording else recording.adopt(h) for h in operands]
+                recording.append((decision, *indices))
+                if scalars:
+                    recording.scalars += scalars
+                for k in decision.writes:
+                    storage = operands[k].storage
+                    if storage.writer is not recording:
+                        storage.writer = recording
+                        recording.written.append(storage)
+                made = _make_handles(recording, decision, operands)
             except BaseException:
-                recording.rolled_back_to(mark)
+                recording.roll_back(num_entries)
                 raise
-        if mark[0] >= settings.max_instructions:
+        if num_entries >= settings.max_instructions:
             self.on_full()
         return made
-
-    def _append(
-        self, recording: Recording, decision: Decision, operands: Sequence[Handle], scalars: Sequence[Any]
-    ) -> list[Handle | None]:
-        if not recording.entries:
-            recording.started = time.perf_counter()
-        indices = [h.index if h.recording is recording else recording.adopt(h) for h in operands]
-        recording.append((decision, *indices))
-        recording.scalars += scalars
-        for k in decision.writes:
-            storage = operands[k].storage
-            if storage.writer is not recording:
-                storage.writer = recording
-                recording.written.append(storage)
-        made: list[Handle | None] = []
-        fresh: dict[int, Storage] = {}
-        for result in decision.results:
-            if result is None:
-                made.append(None)
-            elif result.same >= 0:
-                made.append(operands[result.same])
-            else:
-                made.append(
-                    self._new_handle(recording, result.type, result.alias, result.nbytes, operands, fresh)
-                )
-        for rebind in decision.rebinds:
-            handle = self._new_handle(recording, rebind.type, rebind.alias, rebind.nbytes, operands, {})
-            handle.storage.nbytes = rebind.nbytes
-            made.append(handle)
-        return made
-
-    @staticmethod
-    def _new_handle(
-        recording: Recording,
-        type_: TensorType,
-        alias: int,
-        nbytes: int,
-        operands: Sequence[Handle],
-        fresh: dict[int, Storage],
-    ) -> Handle:
-        if alias >= 0:
-            storage = operands[alias].storage
-        else:
-            known = fresh.get(alias)
-            if known is None:
-                known = fresh[alias] = Storage(nbytes)
-                known.recording = known.writer = recording
-                known.number = recording.num_storages
-                recording.num_storages += 1
-            storage = known
-        handle = Handle(type_, storage)
-        handle.recording = recording
-        index = handle.index = recording.num_values
-        recording.num_values = index + 1
-        recording.live[index] = weakref.ref(handle)
-        return handle
 
     def is_pending(self, handle: Handle) -> bool:
         """Whether the current recording has to run before this value can be read."""
@@ -259,6 +212,29 @@ class Recorder:
         follower = known.follower() if known.follower is not None else None
         if follower is not None and not self.recording.entries:
             self.recording.guess = follower
+
+
+def _make_handles(recording: Recording, decision: Decision, operands: list[Handle]) -> list[Handle]:
+    made = []
+    first_storage = recording.num_storages
+    fresh: list[Storage] = []
+    for type_, alias, nbytes in decision.made:
+        if alias >= 0:
+            storage = operands[alias].storage
+            if nbytes > storage.nbytes:
+                storage.nbytes = nbytes
+        else:
+            # Results with the same negative number share a new storage: numbered -1, -2, ...
+            if len(fresh) < -alias:
+                fresh.append(Storage(nbytes, recording, first_storage + len(fresh)))
+            storage = fresh[-1 - alias]
+        index = recording.num_values
+        handle = Handle(type_, storage, recording, index)
+        recording.num_values = index + 1
+        recording.live[index] = weakref.ref(handle)
+        made.append(handle)
+    recording.num_storages = first_storage + len(fresh)
+    return made
 
 
 def _not_wired(*_: Any) -> None:

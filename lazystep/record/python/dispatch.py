@@ -26,9 +26,6 @@ _MAX_DECISIONS = 100_000
 
 _recorder: Recorder
 _decisions: dict[tuple[Any, ...], Decision] = {}
-_facts: dict[Any, OpFacts] = {}
-# Ops that are not simply decided and recorded: their handlers, by op.
-_handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 
 
 def install(recorder: Recorder) -> None:
@@ -39,7 +36,7 @@ def install(recorder: Recorder) -> None:
 
 def add_composite(func: Any, kernel: Callable[..., Any]) -> None:
     """Run a composite by `kernel` where it arrives whole, under inference mode."""
-    _handlers[func] = lambda _, args, kwargs: kernel(*args, **kwargs)
+    _site_of(func).handler = lambda _, args, kwargs: kernel(*args, **kwargs)
 
 
 def type_of_lazy(tensor: torch.Tensor) -> TensorType:
@@ -58,79 +55,104 @@ def handles(*ops: Any) -> Callable[[Any], Any]:
 
     def register(function: Any) -> Any:
         for op in ops:
-            _handlers[op] = function
+            _site_of(op).handler = function
         return function
 
     return register
 
 
+class OpSite:
+    """What this front end knows of an op."""
+
+    __slots__ = ("facts", "handler", "needs_nbytes", "number_positions")
+
+    def __init__(self, func: Any) -> None:
+        self.facts = OpFacts(func)
+        self.number_positions = self.facts.number_positions
+        self.needs_nbytes = self.facts.needs_nbytes
+        # Composites arrive whole only under inference mode; their parts are what eager runs.
+        self.handler = _decompose if self.facts.is_composite else None
+
+
+# By identity: hashing an op runs Python code, an integer's hash does not.
+_sites: dict[int, OpSite] = {}
+
+
+def _site_of(func: Any) -> OpSite:
+    site = _sites.get(id(func))
+    if site is None:
+        site = _sites[id(func)] = OpSite(func)
+    return site
+
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one op on lazy tensors: by its handler if it has one, else decide and record it."""
-    return _handlers.get(func, record_op)(func, args, kwargs)
+    site = _sites.get(id(func)) or _site_of(func)
+    if site.handler is not None:
+        return site.handler(func, args, kwargs)
+    return record_op(func, args, kwargs, site)
 
 
-def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return dispatch(func, args, kwargs or {})
+
+
+LazyTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
+
+
+def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: OpSite | None = None) -> Any:
     """Look the decision up and do what it says: mostly, append an instruction and wrap its results."""
-    facts = _facts.get(func)
-    if facts is None:
-        facts = facts_of(func)
-        if facts.is_composite:
-            # Composites arrive whole only under inference mode; their parts are what eager runs.
-            _handlers[func] = _decompose
-            return _decompose(func, args, kwargs)
-    key: list[Any] = [func]
+    if site is None:
+        site = _site_of(func)
+    key: list[Any] = [site]
     operands: list[LazyTensor] = []
+    handles: list[Handle] = []
     scalars: list[Any] = []
-    numbers = facts.number_positions
     position = 0
     for arg in args:
         kind = type(arg)
         if kind is LazyTensor:
-            key.append(arg._handle.type)
+            handle = arg._handle
+            key.append(handle.type)
             operands.append(arg)
-        elif kind is float or (kind is int and position in numbers):
-            key.append((kind, arg) if facts.float_literals else kind)
-            scalars.append(arg)
-        elif kind is int or arg is None or kind is bool:
+            handles.append(handle)
+        elif kind is int and position not in site.number_positions:
             key.append(arg)
-        elif not _flatten(arg, position in numbers, facts, key, operands, scalars):
+        elif not _flatten(arg, position in site.number_positions, site.facts, key, operands, handles, scalars):
             return _dispatch_mixed(func, args, kwargs)
         position += 1
     for name, arg in kwargs.items():
         if name == "device" and arg is not None and arg.type != "lazy":
             return _make_elsewhere(func, args, kwargs)
         key.append(name)
-        kind = type(arg)
-        if kind is LazyTensor:
-            key.append(arg._handle.type)
-            operands.append(arg)
-        elif not _flatten(arg, name in facts.number_names, facts, key, operands, scalars):
+        is_number = name in site.facts.number_names
+        if not _flatten(arg, is_number, site.facts, key, operands, handles, scalars):
             return _dispatch_mixed(func, args, kwargs)
-    if facts.needs_nbytes:
-        key += [tensor._handle.storage.nbytes for tensor in operands]
-    if facts.float_literals:
-        scalars = []
+    if site.needs_nbytes:
+        key += [handle.storage.nbytes for handle in handles]
     decision = _decisions.get(tuple(key))
     if decision is None:
-        decision = _decide(func, facts, args, kwargs)
+        decision = _decide(site.facts, args, kwargs)
         if len(_decisions) >= _MAX_DECISIONS:
             _decisions.clear()
         _decisions[tuple(key)] = decision
     if decision.action is not Action.RECORD:
         return _run_now(decision, args, kwargs)
-    made = _recorder.record(decision, [tensor._handle for tensor in operands], scalars)
+    made = _recorder.record(decision, handles, scalars)
     if decision.rebinds:
-        num_results = len(decision.results)
-        for rebind, handle in zip(decision.rebinds, made[num_results:], strict=True):
-            assert handle is not None
+        num_new = len(made) - len(decision.rebinds)
+        for rebind, handle in zip(decision.rebinds, made[num_new:], strict=True):
             retype(operands[rebind.operand], handle)
-    wrapped = [
-        None if result is None else operands[result.same] if result.same >= 0 else wrap(handle)  # type: ignore[arg-type]
-        for result, handle in zip(decision.results, made, strict=False)
-    ]
     if decision.structure == "one":
-        return wrapped[0]
-    return tuple(wrapped) if decision.structure == "tuple" else wrapped
+        result = decision.results[0]
+        if result is None:
+            return None
+        return wrap(made[0]) if result.same < 0 else operands[result.same]
+    new = iter(made)
+    results = [
+        None if r is None else operands[r.same] if r.same >= 0 else wrap(next(new)) for r in decision.results
+    ]
+    return tuple(results) if decision.structure == "tuple" else results
 
 
 def _flatten(
@@ -139,13 +161,23 @@ def _flatten(
     facts: OpFacts,
     key: list[Any],
     operands: list[LazyTensor],
+    handles: list[Handle],
     scalars: list[Any],
 ) -> bool:
     """Add one argument to the key, the operands and the scalars. False for a tensor that is not lazy."""
     kind = type(arg)
-    if kind is LazyTensor:
+    if kind is float or kind is complex or (kind is int and is_number):
+        if facts.float_literals:
+            key.append((kind, arg))
+        else:
+            key.append(kind)
+            scalars.append(arg)
+    elif arg is None or kind is bool or kind is int:
+        key.append(arg)
+    elif kind is LazyTensor:
         key.append(arg._handle.type)
         operands.append(arg)
+        handles.append(arg._handle)
     elif kind is list or kind is tuple:
         if arg and type(arg[0]) is int and not is_number:
             key.append(tuple(arg))
@@ -153,11 +185,8 @@ def _flatten(
             key.append(_LIST)
             key.append(len(arg))
             for element in arg:
-                if not _flatten(element, is_number, facts, key, operands, scalars):
+                if not _flatten(element, is_number, facts, key, operands, handles, scalars):
                     return False
-    elif kind is float or kind is complex or (kind is int and is_number):
-        key.append((kind, arg) if facts.float_literals else kind)
-        scalars.append(arg)
     elif isinstance(arg, torch.Tensor):
         return False
     elif isinstance(arg, torch.Generator):
@@ -167,7 +196,7 @@ def _flatten(
     return True
 
 
-def _decide(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+def _decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     def to_operand(arg: Any) -> Any:
         if type(arg) is LazyTensor:
             return Operand(arg._handle.type, arg._handle.storage.nbytes)
@@ -200,7 +229,7 @@ _HOST_INDICES |= {torch.ops.aten.index_put_.default: 1, torch.ops.aten._index_pu
 
 def _dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op with lazy tensors and others: CPU scalars and index tensors are copied in, the rest refused."""
-    facts = _facts[func]
+    facts = _site_of(func).facts
     names = [a.name for a in func._schema.arguments]
     index_position = _HOST_INDICES.get(func, -1)
 
@@ -272,7 +301,7 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
 
     collect(args)
     collect(list(kwargs.values()))
-    writes = bool(facts_of(func).writes)
+    writes = bool(_site_of(func).facts.writes)
     if lazy:
         metrics.count_synchronization(reason, user_line())
         if writes:
@@ -348,7 +377,7 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw random numbers now, in eager's place in the generator's stream; they become inputs."""
     metrics.count("random_draws")
     written: LazyTensor | None = None
-    writes = facts_of(func).writes
+    writes = _site_of(func).facts.writes
 
     def to_real(arg: Any) -> Any:
         nonlocal written
@@ -373,13 +402,6 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return written
         drawn = wrap(handle_of_host_tensor(out))
     return dispatch(torch.ops.aten.copy_.default, (written, drawn), {})
-
-
-def facts_of(func: Any) -> OpFacts:
-    facts = _facts.get(func)
-    if facts is None:
-        facts = _facts[func] = OpFacts(func)
-    return facts
 
 
 # -- handlers ----------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """`LazyTensor`: a tensor on `device="lazy"` that stands for a value which may not exist yet.
 
 A wrapper subclass: autograd, hooks and modules see an ordinary tensor with a shape and a data type;
-every op below autograd arrives in `LazyTensor.__torch_dispatch__`, which hands it to `dispatch`.
+every op below autograd arrives in `__torch_dispatch__`, which the module `dispatch` sets.
 The methods here are those that torch answers without dispatching, by looking at memory.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -31,12 +32,6 @@ class LazyTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from .dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
-
     # -- reading values: each of these synchronizes --------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -44,6 +39,9 @@ class LazyTensor(torch.Tensor):
         if self.grad_fn is not None:
             text = f"{text[:-1]}, grad_fn=<{type(self.grad_fn).__name__}>)"
         return f"{text[:-1]}, device='{DEVICE}')"
+
+    def __format__(self, format_spec: str) -> str:
+        return self.detach().cpu().__format__(format_spec) if self.dim() == 0 else super().__format__(format_spec)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as a NumPy array of its own. Synchronizes."""
@@ -71,9 +69,27 @@ class LazyTensor(torch.Tensor):
         # Files and pickles hold plain CPU tensors, so that they load where lazystep is not
         # installed. The real tensor, not a copy: tensors that share memory share it in the file.
         plain = self._plain_tensor()
-        plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_handle", "_tensor_id")})
-        plain.__dict__.pop("_is_param", None)
+        plain.__dict__.update(_user_attributes(self))
         return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            found: torch.Tensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
+        with torch.no_grad():
+            clone: torch.Tensor = self.clone()
+            if isinstance(self, torch.nn.Parameter):
+                clone = torch.nn.Parameter(clone, self.requires_grad)
+            clone.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                clone.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(_user_attributes(self), memo))
+        return clone
 
     def _plain_tensor(self) -> torch.Tensor:
         """The real tensor behind this one, as leaf of the same kind. Synchronizes; shares memory."""
@@ -101,6 +117,13 @@ class LazyTensor(torch.Tensor):
             other = other.to(DEVICE)
         assert isinstance(other, LazyTensor)
         retype(self, other._handle)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `torch.Tensor.to`; `"lazy"` and `"lazy:0"` are one device, so neither copies."""
+        args = tuple(_with_index(a) for a in args)
+        if "device" in kwargs:
+            kwargs["device"] = _with_index(kwargs["device"])
+        return super().to(*args, **kwargs)
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The legacy constructor, which sparse optimizers still call."""
@@ -139,6 +162,17 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(*_: Any) -> Any:
         raise UnsupportedError("torch.compile does not take lazy tensors")
+
+
+def _user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the user has hung on a tensor, without what belongs to the lazy device or to torch."""
+    ours = ("_handle", "_tensor_id", "_is_param")
+    return {name: value for name, value in tensor.__dict__.items() if name not in ours}
+
+
+def _with_index(arg: Any) -> Any:
+    is_lazy = (type(arg) is str and arg == "lazy") or (type(arg) is torch.device and arg.type == "lazy")
+    return DEVICE if is_lazy else arg
 
 
 def _no_storage(name: str) -> UnsupportedError:
