@@ -22,7 +22,6 @@ from .barrier import (
     to_cpu,
     wait_device_ops,
 )
-from .barrier import runtime as _runtime
 from .errors import (
     ConfigError,
     DeviceMismatchError,
@@ -32,10 +31,7 @@ from .errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
-from .record.device import register as _register
 from .record.python.tensor import get_tensor_id
-
-_register(_runtime.recorder)
 
 __all__ = [
     "__version__",

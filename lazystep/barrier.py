@@ -20,12 +20,13 @@ from torch.utils import _pytree as pytree
 from . import metrics
 from .compile.programs import ProgramCache, Variant
 from .config import settings
-from .errors import ForkError, LazyStepError, StepError
+from .errors import LazyStepError, StepError
 from .execute.executable import Executable
 from .execute.executor import Executor, report_dropped
 from .execute.reference import ReferenceExecutable
 from .execute.run import Cell, Run
 from .program.program import Program
+from .record import device
 from .record.assemble import assemble
 from .record.handle import Handle, Storage
 from .record.recorder import Cut, KnownRecording, Recorder
@@ -47,6 +48,7 @@ class Runtime:
         self.recorder.on_full = self._automatic_barrier
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._after_fork)
+        device.register(self.recorder)
 
     # -- barriers ------------------------------------------------------------------------------
 
@@ -56,7 +58,8 @@ class Runtime:
         Waiting happens without the lock; cutting and queueing happen in one piece under it, so
         that programs run in the order in which they were recorded, whichever thread cuts them.
         """
-        self._refuse_in_forked_child()
+        if self.is_forked:
+            raise device.fork_error()
         while True:
             with self.recorder.lock:
                 if self.executor.has_room() or not self.recorder.recording.entries:
@@ -122,7 +125,8 @@ class Runtime:
         Waits for the steps that make or write them, not for the steps queued behind those.
         Raises the error of a step that failed to make them or left them half updated.
         """
-        self._refuse_in_forked_child()
+        if self.is_forked:
+            raise device.fork_error()
         with self.recorder.lock:
             is_pending = any(self.recorder.is_pending(h) for h in handles)
         if is_pending:
@@ -159,15 +163,9 @@ class Runtime:
 
     # -- the process ---------------------------------------------------------------------------
 
-    def _refuse_in_forked_child(self) -> None:
-        if self.is_forked:
-            raise ForkError(
-                "lazy tensors can't be used in a forked child: the executor thread stayed in the parent. "
-                'Use CPU tensors in workers, and .to("lazy") in the parent; or start workers with "spawn".'
-            )
-
     def _after_fork(self) -> None:
         self.is_forked = True
+        device.refuse_in_forked_child()
 
     def _at_exit(self) -> None:
         if self.is_forked:
@@ -274,8 +272,8 @@ def mark_step(device: str = "", wait: bool = False) -> None:
 
 def wait_device_ops(devices: Any = None) -> None:
     """Block until every queued step has run. Does not end the current step. Raises what failed."""
-    for device in [devices] if isinstance(devices, (str, torch.device)) else devices or ():
-        _check_device(device)
+    for name in [devices] if isinstance(devices, (str, torch.device)) else devices or ():
+        _check_device(name)
     runtime.executor.wait_idle()
     runtime.raise_failures()
 
@@ -286,8 +284,8 @@ def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Any] = ()) -> 
     The recording is cut here: everything recorded so far runs, as one program that is looked up in
     the cache like a step's. Tensors that have their values already cost nothing.
     """
-    for device in devices:
-        _check_device(device)
+    for name in devices:
+        _check_device(name)
     handles = [handle_of(t) for t in tensors]
     metrics.count_synchronization("sync_multi", user_line())
     runtime.synchronize(handles)
@@ -307,8 +305,8 @@ def to_cpu(tensors: Any, devices: Any = None) -> Any:
 
     Takes any nesting of lists, tuples and dicts; what is not a lazy tensor passes through.
     """
-    for device in devices or ():
-        _check_device(device)
+    for name in devices or ():
+        _check_device(name)
     lazy = [t for t in pytree.tree_leaves(tensors) if isinstance(getattr(t, "_handle", None), Handle)]
     if lazy:
         metrics.count_synchronization("to_cpu", user_line())

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ..errors import LazyStepError
+from ..errors import ForkError, LazyStepError
 from . import cpu_branch
 from .python import dispatch as python_front_end
 from .python import patches
 from .recorder import Recorder
+from .source import user_line
 
 # Kept for the life of the process: dropping a Library removes its kernels.
 _libraries: list[torch.library.Library] = []
@@ -34,6 +35,19 @@ def register(recorder: Recorder) -> None:
     _register_kernels()
     patches.apply()
     _register_device_module()
+
+
+def refuse_in_forked_child() -> None:
+    """Make every lazy op raise `ForkError`: the executor thread stayed in the parent process."""
+    python_front_end.refuse(fork_error)
+
+
+def fork_error() -> ForkError:
+    """What a lazy op in a forked child raises."""
+    return ForkError(
+        f"a lazy tensor was used in a forked child, at {user_line(2)}: the executor thread stayed in the "
+        'parent. Use CPU tensors in workers and .to("lazy") in the parent, or start workers with "spawn".'
+    )
 
 
 def _register_kernels() -> None:

@@ -168,7 +168,7 @@ class Recorder:
             except BaseException:
                 recording.roll_back(num_entries)
                 raise
-        if num_entries >= settings.max_instructions:
+        if num_entries + 1 >= settings.max_instructions:
             self.on_full()
         return made
 

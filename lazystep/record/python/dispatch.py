@@ -45,6 +45,17 @@ def type_of_lazy(tensor: torch.Tensor) -> TensorType:
     return tensor._handle.type
 
 
+def refuse(error: Callable[[], Exception]) -> None:
+    """Raise `error()` from every op from now on: nothing is checked on the hot path until then."""
+
+    def refuse_op(*args: Any, **kwargs: Any) -> Any:
+        raise error()
+
+    global dispatch
+    dispatch = refuse_op
+    LazyTensor.__torch_dispatch__ = classmethod(refuse_op)  # type: ignore[assignment]
+
+
 def recorder() -> Recorder:
     """The recorder that this front end feeds."""
     return _recorder
