@@ -241,6 +241,14 @@ def test_deepcopy_is_lazy_and_independent() -> None:
     assert torch.equal(model.encoder.weight.cpu(), before)
 
 
+def test_shallow_copy_shares_the_value() -> None:
+    x = torch.ones(2, device="lazy")
+    y = copy.copy(x)
+    x.add_(1)
+    assert y.device.type == "lazy"
+    assert y.tolist() == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("write", [torch.save, lazystep.save])
 def test_saved_files_hold_plain_cpu_tensors(write: Any) -> None:
     model = Tied().to("lazy")

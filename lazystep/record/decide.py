@@ -144,7 +144,10 @@ class OpFacts:
         self.needs_nbytes = packet in ("as_strided", "as_strided_", "resize_", "resize", "set_", "set")
         # Makes quantized tensors, which inference knows nothing of. Fake quantization makes floats.
         self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
-        self.is_composite = schema.name.startswith("aten::") and func._can_decompose()
+        # By C++ alone: Python decompositions are for compilers and take other steps than eager.
+        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        )
 
 
 def op_name(func: Any) -> str:

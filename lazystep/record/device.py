@@ -17,6 +17,7 @@ from ..errors import ForkError, LazyStepError
 from . import cpu_branch
 from .python import dispatch as python_front_end
 from .python import patches
+from .python.facade import on_facades
 from .recorder import Recorder
 from .source import user_line
 
@@ -60,7 +61,9 @@ def _register_kernels() -> None:
     # above is not reachable: explicit kernels are.
     for func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
         library.impl(func, _kernel_for(func), "Lazy")
-    for func, kernel in cpu_branch.kernels(python_front_end.type_of_lazy).items():
+    composites = cpu_branch.kernels(python_front_end.type_of_lazy)
+    composites |= {func: on_facades(func) for func in cpu_branch.FACADE_OPS}
+    for func, kernel in composites.items():
         library.impl(func, kernel, "AutogradLazy")
         python_front_end.add_composite(func, kernel)
     _libraries.extend([fallback, library])

@@ -27,6 +27,10 @@ class PendingRun(Protocol):
         """Block until the step has run or failed; raise after the setting `wait_timeout`."""
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the step has run or failed."""
+
+    @property
     def error(self) -> LazyStepError | None:
         """Why the step failed, once it has run."""
 

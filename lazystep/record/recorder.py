@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..config import settings
@@ -171,6 +172,20 @@ class Recorder:
         if num_entries + 1 >= settings.max_instructions:
             self.on_full()
         return made
+
+    @contextmanager
+    def reading(self, handles: Sequence[Handle]) -> Iterator[None]:
+        """Wait for these values, then hold them still: no step that writes them starts inside the block.
+
+        Waits without the lock, and looks again under it, since another thread may have queued a step.
+        """
+        while True:
+            self.synchronize(handles)
+            with self.lock:
+                runs = [run for h in handles for run in (h.run, h.storage.run) if run is not None]
+                if all(run.is_finished for run in runs):
+                    yield
+                    return
 
     def is_pending(self, handle: Handle) -> bool:
         """Whether the current recording has to run before this value can be read."""

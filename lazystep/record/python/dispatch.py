@@ -21,6 +21,7 @@ from ..recorder import Recorder
 from ..source import user_line
 from .tensor import LazyTensor, retype, wrap
 
+_LITERALS = frozenset([str, torch.dtype, torch.layout, torch.device, torch.memory_format])
 _LIST = object()  # marks a list in a key, so that nesting is part of it
 _MAX_DECISIONS = 100_000
 
@@ -175,7 +176,10 @@ def _flatten(
     handles: list[Handle],
     scalars: list[Any],
 ) -> bool:
-    """Add one argument to the key, the operands and the scalars. False for a tensor that is not lazy."""
+    """Add one argument to the key, the operands and the scalars.
+
+    False for what can't be part of a key: a tensor that is not lazy, or an object with a state.
+    """
     kind = type(arg)
     if kind is float or kind is complex or (kind is int and is_number):
         if facts.float_literals:
@@ -198,12 +202,12 @@ def _flatten(
             for element in arg:
                 if not _flatten(element, is_number, facts, key, operands, handles, scalars):
                     return False
-    elif isinstance(arg, torch.Tensor):
-        return False
-    elif isinstance(arg, torch.Generator):
+    elif kind in _LITERALS:
+        key.append(arg)
+    elif kind is torch.Generator:
         key.append(None)  # random ops are decided by their name; the generator is used when drawing
     else:
-        key.append(arg)
+        return False
     return True
 
 
@@ -222,7 +226,13 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "sparse_compressed" in func._schema.name:
         # These end in a constructor that knows a fixed list of devices.
         return run_on_host(func, args, kwargs, "sparse tensor")
-    return func.decompose(*args, **kwargs)
+    return run_composite(func, args, kwargs)
+
+
+def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite's own C++ code. `func.decompose` would prefer a Python decomposition that is
+    meant for compilers and takes other steps than eager."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _run_now(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,6 +253,7 @@ def _dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     facts = _site_of(func).facts
     names = [a.name for a in func._schema.arguments]
     index_position = _HOST_INDICES.get(func, -1)
+    took = False
 
     def take(arg: Any, name: str, position: int) -> Any:
         if type(arg) is list or type(arg) is tuple:
@@ -251,11 +262,17 @@ def _dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return arg
         may_mix = arg.device.type == "cpu" and (arg.dim() == 0 or position == index_position)
         if may_mix and name not in facts.writes and arg.layout is torch.strided:
+            nonlocal took
+            took = True
             return from_host(arg)
         raise _mismatch(func, args, kwargs, name, arg)
 
-    args = tuple(take(a, names[i], i) for i, a in enumerate(args))
-    return dispatch(func, args, {k: take(v, k, -1) for k, v in kwargs.items()})
+    taken = tuple(take(a, names[i], i) for i, a in enumerate(args))
+    taken_kwargs = {k: take(v, k, -1) for k, v in kwargs.items()}
+    if not took:
+        # No tensor is in the way, so it is an object that a program can't hold, such as a storage.
+        return run_on_host(func, args, kwargs, "argument that can't be recorded")
+    return dispatch(func, taken, taken_kwargs)
 
 
 def _mismatch(
@@ -317,7 +334,6 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         metrics.count_synchronization(reason, user_line())
         if writes:
             _recorder.synchronize_all()
-        _recorder.synchronize([t._handle for t in lazy])
     # Sparse kernels look at it to decide what to save for backward.
     needs_grad = reason == "sparse tensor" and not writes
     # By tensor identity: an alias per operand, since the op may change its metadata.
@@ -338,7 +354,7 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
             return torch.device("cpu")
         return arg
 
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with _recorder.reading([t._handle for t in lazy]), torch._C._AutoDispatchBelowADInplaceOrView():
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
         return _adopt_results(func, out, list(aliases.values()), writes)
@@ -426,6 +442,12 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap(args[0]._handle)
 
 
+@handles(_aten._pack_padded_sequence.default)
+def _pack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Lengths and batch sizes live on the CPU on every device; the rest is made of plain ops.
+    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 @handles(torch.ops.prim.layout.default)
 def _layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]._handle.type.layout
@@ -493,10 +515,8 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _copy_to_host(func: Any, target: torch.Tensor, source: LazyTensor) -> torch.Tensor:
     metrics.count_synchronization("to host", user_line())
-    _recorder.synchronize([source._handle])
-    assert source._handle.tensor is not None
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        target.copy_(source._handle.tensor)
+    with _recorder.reading([source._handle]), torch._C._AutoDispatchBelowADInplaceOrView():
+        func(target, source._handle.tensor)
     return target
 
 
@@ -514,6 +534,5 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         type_ = source._handle.type
         return torch.empty_strided(type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device)
     metrics.count_synchronization("to host", user_line())
-    _recorder.synchronize([source._handle])
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with _recorder.reading([source._handle]), torch._C._AutoDispatchBelowADInplaceOrView():
         return func(source._handle.tensor, **kwargs)

@@ -7,6 +7,7 @@ them stand in this file, so that a new torch release means reading one page.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ def apply() -> None:
     _keep_identity_in_module_conversions()
     _materialize_on_the_lazy_device()
     _take_fast_paths()
+    _allow_fused_optimizers()
     _refuse_distributed_data_parallel()
     _load_to_the_lazy_device()
 
@@ -103,6 +105,14 @@ def _take_fast_paths() -> None:
 
     _wrapping(torch.nn.TransformerEncoderLayer, "forward")(forward)
     _wrapping(torch.nn.TransformerEncoder, "forward")(forward)
+
+
+def _allow_fused_optimizers() -> None:
+    """`fused=True` records one instruction per parameter group, which CPU's fused kernel runs."""
+
+    @_wrapping(sys.modules[torch.optim.Optimizer.__module__], "_get_fused_kernels_supported_devices")
+    def _get_fused_kernels_supported_devices(original: Any) -> list[str]:
+        return [*original(), "lazy"]
 
 
 def _refuse_distributed_data_parallel() -> None:

@@ -22,7 +22,8 @@ from ..source import user_line
 DEVICE = torch.device("lazy", 0)
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+# `tensor.data = other` without the property below: gives a tensor the shape and strides of another.
+set_metadata = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class LazyTensor(torch.Tensor):
@@ -71,6 +72,13 @@ class LazyTensor(torch.Tensor):
         plain = self._plain_tensor()
         plain.__dict__.update(_user_attributes(self))
         return plain.__reduce_ex__(protocol)
+
+    def __copy__(self) -> torch.Tensor:
+        alias: torch.Tensor = wrap(self._handle)
+        if isinstance(self, torch.nn.Parameter):
+            alias = torch.nn.Parameter(alias, self.requires_grad)
+        alias.__dict__.update(_user_attributes(self))
+        return alias.requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
@@ -218,7 +226,7 @@ def _set_bits(tensor: torch.Tensor, type_: TensorType) -> None:
 
 def retype(tensor: LazyTensor, handle: Handle) -> None:
     """Let an existing tensor stand for another value, as `t_`, `resize_` and `.data = ...` do."""
-    _set_data(tensor, wrap(handle))
+    set_metadata(tensor, wrap(handle))
     tensor._handle = handle
 
 

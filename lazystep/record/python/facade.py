@@ -1,0 +1,100 @@
+"""Lazy tensors that claim to be on the CPU, for C++ composites that ask.
+
+A composite of `cpu_branch.FACADE_OPS` runs its own C++ code on facades. Autograd records what it
+does as on CPU tensors, and every op below autograd is unwrapped and recorded like any other. Two
+autograd functions are the doors between the two worlds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from . import dispatch as front_end
+from .tensor import DEVICE, LazyTensor, set_metadata
+
+
+class CpuFacade(torch.Tensor):
+    """A lazy tensor under another device's name. Lives only while a composite runs, and in its backward."""
+
+    _lazy: LazyTensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facades: dict[int, CpuFacade] = {}
+
+        def unwrap(arg: Any) -> Any:
+            if type(arg) is CpuFacade:
+                facades[id(arg._lazy)] = arg
+                return arg._lazy
+            if type(arg) is torch.Tensor:
+                return front_end.from_host(arg)  # the composite made it on "its" device
+            return DEVICE if type(arg) is torch.device else arg
+
+        def wrap(out: Any) -> Any:
+            if type(out) is not LazyTensor:
+                return out
+            return facades[id(out)] if id(out) in facades else _facade(out)
+
+        lazy_args, lazy_kwargs = tree_map(unwrap, (args, kwargs or {}))
+        out = front_end.dispatch(func, lazy_args, lazy_kwargs)
+        if func._schema.is_mutable:
+            for facade in facades.values():
+                set_metadata(facade, _facade(facade._lazy))  # `transpose_` and its kin
+        return tree_map(wrap, out)
+
+
+def _facade(tensor: LazyTensor) -> CpuFacade:
+    facade: CpuFacade = torch.Tensor._make_wrapper_subclass(
+        CpuFacade,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        dtype=tensor.dtype,
+        device=torch.device("cpu"),
+    )
+    facade._lazy = tensor
+    return facade
+
+
+class _Enter(torch.autograd.Function):
+    """Lazy to facade; the gradient comes back out."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return _facade(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Leave.apply(grad)
+
+
+class _Leave(torch.autograd.Function):
+    """Facade to lazy; the gradient goes back in."""
+
+    @staticmethod
+    def forward(ctx: Any, facade: Any) -> Any:
+        # A composite may return a tensor that it made on the CPU itself.
+        return facade._lazy.detach() if type(facade) is CpuFacade else front_end.from_host(facade)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Enter.apply(grad)
+
+
+def on_facades(func: Any) -> Callable[..., Any]:
+    """A kernel for the composite `func` that takes the branch of CPU tensors."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(
+            lambda arg: _Enter.apply(arg) if type(arg) is LazyTensor else arg, (args, kwargs)
+        )
+        out = front_end.run_composite(func, args, kwargs)
+        return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
+
+    return kernel
