@@ -145,9 +145,9 @@ class OpFacts:
         # Makes quantized tensors, which inference knows nothing of. Fake quantization makes floats.
         self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
         # By C++ alone: Python decompositions are for compilers and take other steps than eager.
-        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        )
+        self.is_composite = schema.name.startswith(
+            "aten::"
+        ) and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def op_name(func: Any) -> str:
