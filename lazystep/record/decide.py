@@ -52,6 +52,7 @@ class Operand(NamedTuple):
 
     type: TensorType
     nbytes: int  # of its storage
+    group: int = -1  # operands with the same number share a storage; -1: not known, or none does
 
 
 class Result(NamedTuple):
@@ -180,7 +181,7 @@ _VALUE_FREE_DRAWS = frozenset(
     ).split()
 )
 
-_TYPE_ERROR = re.compile(r"not implemented for|scalar type|dtype|data type")
+_VALUE_FREE_ERROR = re.compile(r"not implemented for|scalar type|dtype|data type|unsupported operation")
 
 _fake_mode = FakeTensorMode()
 _inferring = threading.local()
@@ -341,15 +342,20 @@ def _probe(
     """Run a small aten op on zeros. What it returns is right, where inference is not."""
     nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
     is_small = nbytes <= _PROBE_BYTES and facts.name.startswith("aten.")
-    if not is_small and facts.name not in _ALWAYS_PROBED:
+    # Inference does not see that an op reads what it writes, or writes an element twice.
+    may_overlap = any(o.group >= 0 for o in operands) or any(
+        0 in operands[k].type.stride and facts.name.startswith("aten.") for k in decision.writes
+    )
+    if not (is_small or may_overlap or facts.name in _ALWAYS_PROBED):
         return
-    zeros = [_zeros(o) for o in operands]
+    zeros = _zeros_sharing_storage(operands)
     try:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out = _call(decision.func, zeros, args, kwargs)
     except (RuntimeError, NotImplementedError) as error:
-        # Zeros may well be a bad value (a singular matrix); what is said of types does not depend on values.
-        if _TYPE_ERROR.search(str(error)):
+        # Zeros may well be a bad value (a singular matrix); what is said of types and of overlapping
+        # memory does not depend on values.
+        if _VALUE_FREE_ERROR.search(str(error)):
             raise
         return
     except Exception:
@@ -400,6 +406,18 @@ def _empty(operand: Operand) -> torch.Tensor:
 
 def _zeros(operand: Operand) -> torch.Tensor:
     return _view(operand, torch.zeros)
+
+
+def _zeros_sharing_storage(operands: list[Operand]) -> list[torch.Tensor]:
+    bases: dict[int, torch.Tensor] = {}
+    tensors = []
+    for operand in operands:
+        tensor = _zeros(operand)
+        if operand.group >= 0:
+            base = bases.setdefault(operand.group, tensor)
+            tensor.set_(base.untyped_storage(), operand.type.offset, operand.type.shape, operand.type.stride)
+        tensors.append(tensor)
+    return tensors
 
 
 def _view(operand: Operand, factory: Any) -> torch.Tensor:

@@ -76,12 +76,13 @@ def handles(*ops: Any) -> Callable[[Any], Any]:
 class OpSite:
     """What this front end knows of an op."""
 
-    __slots__ = ("facts", "handler", "needs_nbytes", "number_positions")
+    __slots__ = ("facts", "handler", "is_writing", "needs_nbytes", "number_positions")
 
     def __init__(self, func: Any) -> None:
         self.facts = OpFacts(func)
         self.number_positions = self.facts.number_positions
         self.needs_nbytes = self.facts.needs_nbytes
+        self.is_writing = bool(self.facts.writes)
         # Composites arrive whole only under inference mode; their parts are what eager runs.
         self.handler = _decompose if self.facts.is_composite else None
 
@@ -140,11 +141,16 @@ def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Op
         is_number = name in site.facts.number_names
         if not _flatten(arg, is_number, site.facts, key, operands, handles, scalars):
             return _dispatch_mixed(func, args, kwargs)
+    groups = None
+    if site.is_writing and len(handles) > 1:
+        groups = _shared_storages(handles)
+        if groups is not None:
+            key.append(groups)
     if site.needs_nbytes:
         key += [handle.storage.nbytes for handle in handles]
     decision = _decisions.get(tuple(key))
     if decision is None:
-        decision = _decide(site.facts, args, kwargs)
+        decision = _decide(site.facts, args, kwargs, groups)
         if len(_decisions) >= _MAX_DECISIONS:
             _decisions.clear()
         _decisions[tuple(key)] = decision
@@ -211,10 +217,23 @@ def _flatten(
     return True
 
 
-def _decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+def _shared_storages(handles: list[Handle]) -> tuple[int, ...] | None:
+    """A number per operand, equal where they share a storage; None where none does."""
+    storages = [handle.storage for handle in handles]
+    if len(set(storages)) == len(storages):
+        return None
+    return tuple(storages.index(storage) for storage in storages)
+
+
+def _decide(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], groups: tuple[int, ...] | None
+) -> Decision:
+    numbers = iter(groups) if groups is not None else None
+
     def to_operand(arg: Any) -> Any:
         if type(arg) is LazyTensor:
-            return Operand(arg._handle.type, arg._handle.storage.nbytes)
+            group = next(numbers) if numbers is not None else -1
+            return Operand(arg._handle.type, arg._handle.storage.nbytes, group)
         if type(arg) is list or type(arg) is tuple:
             return [to_operand(a) for a in arg]
         return arg
