@@ -34,7 +34,6 @@ from .errors import (
 from .record.python.tensor import get_tensor_id
 
 __all__ = [
-    "__version__",
     "ConfigError",
     "DeviceMismatchError",
     "ForkError",
@@ -42,6 +41,7 @@ __all__ = [
     "StepError",
     "UnsupportedError",
     "WaitTimeoutError",
+    "__version__",
     "config",
     "debug",
     "get_device_context",
@@ -53,4 +53,3 @@ __all__ = [
     "to_cpu",
     "wait_device_ops",
 ]
-

@@ -136,6 +136,7 @@ def test_second_kind_of_step_is_guessed_too() -> None:
     for _ in range(3):
         train_step(model, optimizer)
         evaluate()
+    lazystep.wait_device_ops()
     metrics.reset()
     for _ in range(4):
         train_step(model, optimizer)

@@ -96,19 +96,28 @@ def test_state_written_before_the_failure_is_refused_until_overwritten() -> None
 
 
 def test_steps_queued_behind_a_failure_fail_only_where_they_depend_on_it() -> None:
+    gate = threading.Event()
+
+    @torch.library.custom_op("lazystep_tests::failing_late", mutates_args=())
+    def failing_late(x: torch.Tensor) -> torch.Tensor:
+        gate.wait(30)
+        raise ArithmeticError("injected")
+
+    failing_late.register_fake(lambda x: torch.empty_like(x))
     other = torch.zeros(2).to("lazy")
-    bad = failing(torch.ones(2, device="lazy"), True)
-    with pytest.raises(lazystep.StepError):
-        lazystep.mark_step()
-        dependent = bad * 2
-        lazystep.mark_step()
-        other.add_(1)
-        lazystep.mark_step(wait=True)
+    bad = failing_late(torch.ones(2, device="lazy"))
+    lazystep.mark_step()
     dependent = bad * 2
+    lazystep.mark_step()
+    other.add_(1)
+    lazystep.mark_step()
+    gate.set()
+    with pytest.raises(lazystep.StepError, match=r"step \d+ failed in lazystep_tests\.failing_late") as error:
+        lazystep.wait_device_ops()
+    assert not hasattr(error.value, "__notes__")  # the dependent step is not a failure of its own
     with pytest.raises(lazystep.StepError, match="injected"):
         dependent.tolist()
-    other.add_(1)
-    assert other.tolist()[0] in (1.0, 2.0)
+    assert other.tolist() == [1.0, 1.0]
 
 
 def test_out_of_memory_names_the_op_releases_buffers_and_a_smaller_step_works() -> None:
@@ -193,7 +202,10 @@ def test_waiting_is_bounded() -> None:
     stuck.register_fake(lambda x: torch.empty_like(x))
     y = stuck(torch.ones(1, device="lazy"))
     try:
-        with config.override(wait_timeout=0.2), pytest.raises(lazystep.WaitTimeoutError, match="still running"):
+        with (
+            config.override(wait_timeout=0.2),
+            pytest.raises(lazystep.WaitTimeoutError, match="still running"),
+        ):
             y.tolist()
         with config.override(wait_timeout=0.2), pytest.raises(lazystep.WaitTimeoutError, match="in flight"):
             lazystep.wait_device_ops()
@@ -225,13 +237,19 @@ def test_forked_child_is_refused_and_the_parent_goes_on() -> None:
     if pid == 0:
         status = 1
         try:
-            uses = [lambda: x + 1, lambda: torch.zeros(1, device="lazy"), lambda: x.tolist(), lazystep.mark_step]
+            uses = [
+                lambda: x + 1,
+                lambda: torch.zeros(1, device="lazy"),
+                lambda: x.tolist(),
+                lazystep.mark_step,
+            ]
             for use in uses:
                 try:
                     use()
                     break
                 except lazystep.ForkError as error:
-                    assert "spawn" in str(error)
+                    if "spawn" not in str(error):
+                        break
             else:
                 assert torch.ones(2).add(1).tolist() == [2.0, 2.0]  # CPU tensors are fine
                 status = 0
@@ -332,5 +350,3 @@ def test_torchs_own_lazy_backend_is_refused() -> None:
             print(type(error).__name__, error)
     """)
     assert done.stdout.startswith("LazyStepError torch's own TorchScript lazy backend"), done.stderr
-
-

@@ -1,4 +1,4 @@
-"""Random sequences of ops, views, in-place updates, barriers, reads and deletions, equal to eager at every read."""
+"""Random sequences of ops, views, updates, barriers, reads and deletions: equal to eager at every read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,20 @@ class Pair:
         self.host = host
 
 
-UNARY = [torch.neg, torch.sin, torch.relu, torch.sigmoid, lambda x: x.clone(), lambda x: x * 2.0, lambda x: x + 1]
-UNARY += [lambda x: x.sum(), lambda x: x.mean(0, keepdim=True) if x.dim() else x * 1, lambda x: x.contiguous()]
+UNARY = [
+    torch.neg,
+    torch.sin,
+    torch.relu,
+    torch.sigmoid,
+    lambda x: x.clone(),
+    lambda x: x * 2.0,
+    lambda x: x + 1,
+]
+UNARY += [
+    lambda x: x.sum(),
+    lambda x: x.mean(0, keepdim=True) if x.dim() else x * 1,
+    lambda x: x.contiguous(),
+]
 UNARY += [lambda x: x.to(torch.float64).to(torch.float32), lambda x: torch.nn.functional.dropout(x, 0.5)]
 BINARY = [torch.add, torch.mul, torch.maximum, lambda a, b: a - 0.5 * b]
 IN_PLACE = [

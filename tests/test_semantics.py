@@ -142,12 +142,26 @@ def indexing(d: str) -> Any:
 
 def data_dependent(d: str) -> Any:
     x = base(d)
-    return torch.nonzero(x > 5), x[x > 5], torch.unique(x // 3), torch.masked_select(x, x > 3), torch.where(x > 8)
+    return (
+        torch.nonzero(x > 5),
+        x[x > 5],
+        torch.unique(x // 3),
+        torch.masked_select(x, x > 3),
+        torch.where(x > 8),
+    )
 
 
 def many_types(d: str) -> Any:
     results = []
-    for dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool, torch.float16, torch.bfloat16):
+    for dtype in (
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+    ):
         x = torch.tensor([0, 1, 1]).to(dtype).to(d)
         results += [x + x, x * 2, x / 3, x.sum(), x == x, x.to(torch.float64)]
     return results
@@ -287,7 +301,9 @@ ERRORS: dict[str, Callable[[str], Any]] = {
     "dimension": lambda d: torch.ones(2).to(d).sum(3),
     "index out of range": lambda d: torch.ones(2).to(d)[5],
     "dtype of in-place": lambda d: torch.ones(2, dtype=torch.int64).to(d).add_(0.5),
-    "no kernel": lambda d: torch.ones(2, 2, dtype=torch.bool).to(d) @ torch.ones(2, 2, dtype=torch.bool).to(d),
+    "no kernel": lambda d: (
+        torch.ones(2, 2, dtype=torch.bool).to(d) @ torch.ones(2, 2, dtype=torch.bool).to(d)
+    ),
     "cat": lambda d: torch.cat([torch.ones(2, 2).to(d), torch.ones(3).to(d)]),
     "linear": lambda d: F.linear(torch.ones(2, 3).to(d), torch.ones(4, 5).to(d)),
     "loss type": lambda d: F.cross_entropy(torch.ones(2, 3).to(d), torch.ones(2, dtype=torch.int32).to(d)),
@@ -315,7 +331,9 @@ def test_data_dependent_ops_synchronize_and_name_the_line() -> None:
     x = torch.arange(4.0, device="lazy")
     torch.nonzero(x)
     x.sum().item()
-    reasons = {(reason, line.rsplit(":", 1)[0].rsplit("/", 1)[-1]) for reason, line, _ in metrics.synchronizations()}
+    reasons = {
+        (reason, line.rsplit(":", 1)[0].rsplit("/", 1)[-1]) for reason, line, _ in metrics.synchronizations()
+    }
     assert ("shape depends on values", "test_semantics.py") in reasons
     assert ("item", "test_semantics.py") in reasons
     assert metrics.counter_value("synchronizations") == 2

@@ -22,7 +22,6 @@ from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve
 from ..program.types import TensorType, type_of
 from .executable import InstructionError
 
-
 # (instruction, result) to whether the result has to be copied.
 Repairs = dict[tuple[int, int], bool]
 
@@ -35,7 +34,7 @@ class ReferenceExecutable:
         self._last_uses = _last_uses(program)
         # Results that an op lays out otherwise than was inferred.
         self._repairs: Repairs = {}
-        self._function: Callable[..., Any] | None = None
+        self._function: Callable[..., list[torch.Tensor]] | None = None
         self._lines: list[int] = []
         self._has_run = False
 
@@ -106,9 +105,7 @@ def _run_instruction(
         if settings.check_layouts:
             declared, storage = program.values[value]
             shared = {
-                tensors[a].untyped_storage()._cdata
-                for a in arguments
-                if program.values[a].storage == storage
+                tensors[a].untyped_storage()._cdata for a in arguments if program.values[a].storage == storage
             }
             others = {tensors[a].untyped_storage()._cdata for a in arguments} - shared
             if needs_repair(instruction.op, declared, tensor, shared, others):
@@ -143,7 +140,8 @@ def needs_repair(
         )
     if shared and not _same_elements(actual, declared):
         raise AssertionError(
-            f"{op} returned a view {actual} where {declared} was inferred; please report this as a bug of lazystep"
+            f"{op} returned the view {actual} where {declared} was inferred; "
+            "please report this as a bug of lazystep"
         )
     return actual is not declared or storage in others
 
@@ -254,9 +252,9 @@ def _translate(
             dead += ["_"] if "_" in targets else []
         for number, target in enumerate(targets):
             if (position, number) in repairs:
-                value = instruction.results[number]
-                assert value is not None
-                declared = literal(program.values[value].type)
+                result = instruction.results[number]
+                assert result is not None
+                declared = literal(program.values[result].type)
                 emit(f"{target} = _relayout({target}, {declared}, {repairs[position, number]})", position)
         if dead:
             emit(f"del {', '.join(dead)}", position)

@@ -99,6 +99,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the run has ended, one way or the other."""
         return self._finished.is_set()
 
     def _describe(self, error: InstructionError) -> StepError:

@@ -99,7 +99,7 @@ def type_of(tensor: torch.Tensor) -> TensorType:
         tensor.dtype,
         tuple(tensor.shape),
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.is_conj(),
         tensor.is_neg(),
     )

@@ -14,7 +14,9 @@ def verify(program: Program) -> Program:
         _check(value in program.values, "input", f"%{value} has no type")
         _check(value not in defined, "input", f"%{value} is listed twice")
         storage = program.values[value].storage
-        _check(program.storages[storage].is_input, "input", f"%{value} lives in a storage made by the program")
+        _check(
+            program.storages[storage].is_input, "input", f"%{value} lives in a storage made by the program"
+        )
         defined.add(value)
 
     for position, instruction in enumerate(program.instructions):
@@ -31,8 +33,8 @@ def verify(program: Program) -> Program:
             _check(value not in defined, where, f"%{value} is defined twice")
             _check(value in program.values, where, f"%{value} has no type")
             defined.add(value)
-        for value in instruction.results:
-            _check(value is None or value in defined, where, f"result %{value} is not defined")
+        for result in instruction.results:
+            _check(result is None or result in defined, where, f"result %{result} is not defined")
         for argument in (instruction.args, *(arg for _, arg in instruction.kwargs)):
             _collect_slots(argument, slots)
 
@@ -63,5 +65,3 @@ def _collect_slots(arg: Arg, slots: list[int]) -> None:
 def _check(condition: bool, where: str, what: str) -> None:
     if not condition:
         raise AssertionError(f"invalid program: {where}: {what}")
-
-

@@ -38,10 +38,8 @@ TypeOf = Callable[[torch.Tensor], TensorType]
 def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
     """Op to kernel. `type_of_lazy` gives the type of a lazy tensor, whatever its class is."""
 
-    def stand_in(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor of the same type, with memory that nobody touches."""
-        if tensor is None:
-            return None
         type_ = type_of_lazy(tensor)
         return torch.empty_strided(
             type_.shape, type_.stride, dtype=type_.dtype, device="cpu", requires_grad=tensor.requires_grad
@@ -57,13 +55,13 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    ) -> Any:
         # torch's own choice, asked about CPU tensors of these types.
         choice = torch._fused_sdp_choice(
             stand_in(query),
             stand_in(key),
             stand_in(value),
-            stand_in(attn_mask),
+            None if attn_mask is None else stand_in(attn_mask),
             dropout_p,
             is_causal,
             scale=scale,
@@ -88,7 +86,7 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
     }
 
 
-def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     """CPU's dropout: a Bernoulli mask scaled by the keep probability."""
     if not 0 <= p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")

@@ -167,18 +167,34 @@ def _takes_number(schema_type: Any) -> bool:
 
 # Draws whose numbers depend on no tensor's values: only on its type, and on numbers.
 _VALUE_FREE_DRAWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "bernoulli_.float bernoulli.p uniform_.default uniform.default normal_.default "
-        "normal_functional.default exponential_.default exponential.default geometric_.default "
-        "geometric.default cauchy_.default cauchy.default log_normal_.default log_normal.default "
-        "random_.default random_.from random_.to random.default random.from random.to "
-        "rand.default rand.generator randn.default randn.generator randint.default randint.low "
-        "randint.generator randint.low_generator randperm.default randperm.generator "
-        "normal.float_float rand_like.default randn_like.default randint_like.default "
-        "randint_like.low_dtype rand_like.generator randn_like.generator randint_like.generator "
-        "randint_like.low_generator_dtype"
-    ).split()
+    f"aten.{packet}.{overload}"
+    for packet, overloads in {
+        "bernoulli_": "float",
+        "bernoulli": "p",
+        "uniform_": "default",
+        "uniform": "default",
+        "normal_": "default",
+        "normal_functional": "default",
+        "normal": "float_float",
+        "exponential_": "default",
+        "exponential": "default",
+        "geometric_": "default",
+        "geometric": "default",
+        "cauchy_": "default",
+        "cauchy": "default",
+        "log_normal_": "default",
+        "log_normal": "default",
+        "random_": "default from to",
+        "random": "default from to",
+        "rand": "default generator",
+        "randn": "default generator",
+        "randint": "default low generator low_generator",
+        "randperm": "default generator",
+        "rand_like": "default generator",
+        "randn_like": "default generator",
+        "randint_like": "default low_dtype generator low_generator_dtype",
+    }.items()
+    for overload in overloads.split()
 )
 
 _VALUE_FREE_ERROR = re.compile(r"not implemented for|scalar type|dtype|data type|unsupported operation")

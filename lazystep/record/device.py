@@ -52,9 +52,9 @@ def fork_error() -> ForkError:
 
 
 def _register_kernels() -> None:
-    fallback = torch.library.Library("_", "IMPL")  # noqa: TOR901
+    fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_kernel, "Lazy")
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL")
     for func in _factories():
         library.impl(func, _kernel_for(func), "Lazy")
     # torch.tensor() copies from the host with Python dispatch switched off, where the fallback

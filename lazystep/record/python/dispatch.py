@@ -46,17 +46,6 @@ def type_of_lazy(tensor: torch.Tensor) -> TensorType:
     return tensor._handle.type
 
 
-def refuse(error: Callable[[], Exception]) -> None:
-    """Raise `error()` from every op from now on: nothing is checked on the hot path until then."""
-
-    def refuse_op(*args: Any, **kwargs: Any) -> Any:
-        raise error()
-
-    global dispatch
-    dispatch = refuse_op
-    LazyTensor.__torch_dispatch__ = classmethod(refuse_op)  # type: ignore[assignment]
-
-
 def recorder() -> Recorder:
     """The recorder that this front end feeds."""
     return _recorder
@@ -83,6 +72,7 @@ class OpSite:
         self.number_positions = self.facts.number_positions
         self.needs_nbytes = self.facts.needs_nbytes
         self.is_writing = bool(self.facts.writes)
+        self.handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
         # Composites arrive whole only under inference mode; their parts are what eager runs.
         self.handler = _decompose if self.facts.is_composite else None
 
@@ -113,6 +103,16 @@ def _torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 LazyTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
 
 
+def refuse(error: Callable[[], Exception]) -> None:
+    """Raise `error()` from every op from now on: nothing is checked on the hot path until then."""
+
+    def refuse_op(*args: Any, **kwargs: Any) -> Any:
+        raise error()
+
+    globals()["dispatch"] = refuse_op
+    LazyTensor.__torch_dispatch__ = classmethod(refuse_op)  # type: ignore[assignment]
+
+
 def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: OpSite | None = None) -> Any:
     """Look the decision up and do what it says: mostly, append an instruction and wrap its results."""
     if site is None:
@@ -121,8 +121,7 @@ def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Op
     operands: list[LazyTensor] = []
     handles: list[Handle] = []
     scalars: list[Any] = []
-    position = 0
-    for arg in args:
+    for position, arg in enumerate(args):
         kind = type(arg)
         if kind is LazyTensor:
             handle = arg._handle
@@ -131,9 +130,10 @@ def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Op
             handles.append(handle)
         elif kind is int and position not in site.number_positions:
             key.append(arg)
-        elif not _flatten(arg, position in site.number_positions, site.facts, key, operands, handles, scalars):
+        elif not _flatten(
+            arg, position in site.number_positions, site.facts, key, operands, handles, scalars
+        ):
             return _dispatch_mixed(func, args, kwargs)
-        position += 1
     for name, arg in kwargs.items():
         if name == "device" and arg is not None and arg.type != "lazy":
             return _make_elsewhere(func, args, kwargs)
@@ -379,9 +379,7 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         return _adopt_results(func, out, list(aliases.values()), writes)
 
 
-def _adopt_results(
-    func: Any, out: Any, aliases: list[tuple[LazyTensor, torch.Tensor]], writes: bool
-) -> Any:
+def _adopt_results(func: Any, out: Any, aliases: list[tuple[LazyTensor, torch.Tensor]], writes: bool) -> Any:
     storages: dict[int, Storage] = {}
     for tensor, real in aliases:
         handle = tensor._handle
@@ -398,7 +396,11 @@ def _adopt_results(
 
     def to_lazy(leaf: Any) -> Any:
         if type(leaf) in (list, tuple) or isinstance(leaf, tuple):
-            return type(leaf)(to_lazy(e) for e in leaf) if type(leaf) in (list, tuple) else tuple(map(to_lazy, leaf))
+            return (
+                type(leaf)(to_lazy(e) for e in leaf)
+                if type(leaf) in (list, tuple)
+                else tuple(map(to_lazy, leaf))
+            )
         if not isinstance(leaf, torch.Tensor):
             return leaf
         for tensor, real in aliases:
@@ -551,7 +553,9 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return record_op(func, args, {k: v for k, v in kwargs.items() if k != "non_blocking"})
     if device.type == "meta":
         type_ = source._handle.type
-        return torch.empty_strided(type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device)
+        return torch.empty_strided(
+            type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device
+        )
     metrics.count_synchronization("to host", user_line())
     with _recorder.reading([source._handle]), torch._C._AutoDispatchBelowADInplaceOrView():
         return func(source._handle.tensor, **kwargs)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ...errors import UnsupportedError
 from .tensor import DEVICE, LazyTensor
@@ -60,8 +60,8 @@ def _keep_identity_in_module_conversions() -> None:
         for name, parameter in uninitialized.items():
             # It has no shape yet and can't be lazy: remember where it goes once it has.
             target = fn(torch.empty(0, dtype=parameter.dtype))
-            parameter._lazystep_moves = target.device.type == "lazy"
-            module._parameters[name] = None if parameter._lazystep_moves else parameter
+            moves = parameter.__dict__["_lazystep_moves"] = target.device.type == "lazy"
+            module._parameters[name] = None if moves else parameter
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             return original(module, fn, recurse)
@@ -119,7 +119,7 @@ def _refuse_distributed_data_parallel() -> None:
     """DDP reduces gradients in hooks that read memory; on lazy tensors it would fail obscurely."""
 
     @_wrapping(torch.nn.parallel.DistributedDataParallel, "__init__")
-    def __init__(original: Any, ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(original: Any, ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if any(type(t) is LazyTensor for t in [*module.parameters(), *module.buffers()]):
             raise UnsupportedError(
                 "DistributedDataParallel does not take a module on the lazy device. "
@@ -132,7 +132,8 @@ class _LazyBoundStorage(torch.UntypedStorage):
     """A CPU storage on its way to the lazy device: `torch.load` asks it where tensors shall be made."""
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Any:  # type: ignore[override]
+        """Where the tensors shall be made."""
         return DEVICE
 
 

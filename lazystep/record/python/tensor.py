@@ -35,14 +35,18 @@ class LazyTensor(torch.Tensor):
 
     # -- reading values: each of these synchronizes --------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         text = repr(self.detach().cpu().requires_grad_(self.requires_grad and self.is_leaf))
         if self.grad_fn is not None:
             text = f"{text[:-1]}, grad_fn=<{type(self.grad_fn).__name__}>)"
         return f"{text[:-1]}, device='{DEVICE}')"
 
-    def __format__(self, format_spec: str) -> str:
-        return self.detach().cpu().__format__(format_spec) if self.dim() == 0 else super().__format__(format_spec)
+    def __format__(self, format_spec: str) -> Any:
+        return (
+            self.detach().cpu().__format__(format_spec)
+            if self.dim() == 0
+            else super().__format__(format_spec)
+        )
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as a NumPy array of its own. Synchronizes."""
@@ -133,7 +137,7 @@ class LazyTensor(torch.Tensor):
             kwargs["device"] = _with_index(kwargs["device"])
         return super().to(*args, **kwargs)
 
-    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """The legacy constructor, which sparse optimizers still call."""
         if self.layout is torch.sparse_coo:
             return torch.sparse_coo_tensor(*args, **kwargs)
