@@ -12,43 +12,46 @@ On `device="lazy"` ops are recorded, not run. `mark_step` is the barrier: it loo
 step up in a cache, hands it to the executor thread and returns.
 """
 
-from . import config, debug, metrics
+from . import closure, config, debug, metrics
 from ._version import __version__
-from .barrier import (
-    get_device_context,
-    mark_step,
-    save,
-    sync_multi,
-    to_cpu,
-    wait_device_ops,
-)
+from .barrier import mark_step, run_step_closures, save, sync_multi, to_cpu, wait_device_ops
 from .errors import (
+    ClosureError,
     ConfigError,
     DeviceMismatchError,
     ForkError,
     LazyStepError,
+    QueueFullError,
     StepError,
     UnsupportedError,
     WaitTimeoutError,
 )
 from .record.python.tensor import get_tensor_id
+from .step_closures import add_step_closure, flush_step_closures, get_device_context, step_closure
 
 __all__ = [
+    "ClosureError",
     "ConfigError",
     "DeviceMismatchError",
     "ForkError",
     "LazyStepError",
+    "QueueFullError",
     "StepError",
     "UnsupportedError",
     "WaitTimeoutError",
     "__version__",
+    "add_step_closure",
+    "closure",
     "config",
     "debug",
+    "flush_step_closures",
     "get_device_context",
     "get_tensor_id",
     "mark_step",
     "metrics",
+    "run_step_closures",
     "save",
+    "step_closure",
     "sync_multi",
     "to_cpu",
     "wait_device_ops",

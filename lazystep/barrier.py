@@ -30,7 +30,9 @@ from .record import device
 from .record.assemble import assemble
 from .record.handle import Handle, Storage
 from .record.recorder import Cut, KnownRecording, Recorder
+from .record.snapshot import preserve_snapshots
 from .record.source import user_line
+from .step_closures import DeviceContext, check_device, get_device_context, report_at_exit
 
 
 class Runtime:
@@ -52,9 +54,10 @@ class Runtime:
 
     # -- barriers ------------------------------------------------------------------------------
 
-    def flush(self) -> Run | None:
+    def flush(self, context: DeviceContext | None = None) -> Run | None:
         """Queue everything that has been recorded. Waits only for a place among the steps in flight.
 
+        With a context this is the end of a step, and its closures see their values as of now.
         Waiting happens without the lock; cutting and queueing happen in one piece under it, so
         that programs run in the order in which they were recorded, whichever thread cuts them.
         """
@@ -63,7 +66,10 @@ class Runtime:
         while True:
             with self.recorder.lock:
                 if self.executor.has_room() or not self.recorder.recording.entries:
-                    return self._cut_and_submit()
+                    run = self._cut_and_submit()
+                    if context is not None:
+                        context.end_step()
+                    return run
             self.executor.wait_for_room()
 
     def _cut_and_submit(self) -> Run | None:
@@ -76,7 +82,6 @@ class Runtime:
         self.recorder.guess_next(known)
         handles = dict(cut.live)
         outputs = [handles.get(index) for index in variant.outputs]
-        state = _WrittenState(recording.written, variant.executable.program)
         self.num_steps += 1
         self.last_program = variant.executable.program
         run = Run(
@@ -85,8 +90,7 @@ class Runtime:
             recording.scalars,
             outputs,
             self.num_steps,
-            _find_error,
-            state.on_failure,
+            _State(recording.written, variant.executable.program),
         )
         for _, handle in cut.live:
             handle.run = run
@@ -170,11 +174,12 @@ class Runtime:
     def _at_exit(self) -> None:
         if self.is_forked:
             return
+        context = get_device_context()
         try:
             report_dropped(self.executor.close(settings.exit_timeout))
-            failures = self.executor.take_failures()
-            for failure in failures:
-                print(f"lazystep: a step failed and nobody looked: {failure}", file=sys.stderr)
+            dropped = context.close(settings.exit_timeout)
+            failures = [*self.executor.take_failures(), *context.async_handler.take_failures()]
+            report_at_exit(dropped, failures)
         except KeyboardInterrupt:
             return
         if failures:
@@ -185,12 +190,21 @@ class Runtime:
             os._exit(1)
 
 
-class _WrittenState:
-    """The storages that a run writes, for the case that it fails midway."""
+class _State:
+    """The storages that a run writes: what must be kept of them before, and told of them after a failure."""
 
-    def __init__(self, written: Sequence[Storage], program: Program) -> None:
+    def __init__(self, written: list[Storage], program: Program) -> None:
+        # By number now: the next recording numbers them anew.
         self._storages = {storage.number: storage for storage in written}
         self._program = program
+
+    def find_error(self, cells: Sequence[Cell]) -> LazyStepError | None:
+        """See `StateOwner.find_error`."""
+        return _find_error(cells)
+
+    def before_run(self) -> None:
+        """Copy what snapshots still need."""
+        preserve_snapshots(self._storages.values())
 
     def on_failure(self, error: LazyStepError, position: int) -> None:
         """Mark what was half updated: written by an instruction that has run or has begun to."""
@@ -228,31 +242,6 @@ runtime = Runtime()
 # -- the step API ------------------------------------------------------------------------------
 
 
-class DeviceContext:
-    """What belongs to one device. There is one lazy device, so there is one context."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def __repr__(self) -> str:
-        return f"DeviceContext({self.device!r})"
-
-
-_context = DeviceContext("lazy:0")
-
-
-def _check_device(device: Any) -> None:
-    name = str(device) if device is not None else ""
-    if name not in ("", "lazy", "lazy:0"):
-        raise ValueError(f"there is no device {name!r} here; expected 'lazy', 'lazy:0' or nothing")
-
-
-def get_device_context(device: Any = None) -> DeviceContext:
-    """The context of a device; of the lazy device if none is named."""
-    _check_device(device)
-    return _context
-
-
 def mark_step(device: str = "", wait: bool = False) -> None:
     """End the step: queue everything recorded since the last barrier as one program.
 
@@ -263,17 +252,33 @@ def mark_step(device: str = "", wait: bool = False) -> None:
         loss.backward(); opt.step(); opt.zero_grad()
         lazystep.mark_step()
     """
-    _check_device(device)
-    run = runtime.flush()
+    check_device(device)
+    context = get_device_context(device)
+    run = runtime.flush(context)
     if wait and run is not None:
         run.wait()
+    context.run_closures()
     runtime.raise_failures()
+    context.async_failures()
+
+
+def run_step_closures() -> DeviceContext:
+    """Run the closures added since the last barrier: hand the async ones over, then run the sync ones.
+
+    `mark_step` does this after its barrier. Called by itself it is the end of the step as far as
+    closures go: what is recorded is queued first, so that their tensors have values.
+    """
+    context = get_device_context()
+    runtime.flush(context)
+    context.run_closures()
+    context.async_failures()
+    return context
 
 
 def wait_device_ops(devices: Any = None) -> None:
     """Block until every queued step has run. Does not end the current step. Raises what failed."""
     for name in [devices] if isinstance(devices, (str, torch.device)) else devices or ():
-        _check_device(name)
+        check_device(name)
     runtime.executor.wait_idle()
     runtime.raise_failures()
 
@@ -285,7 +290,7 @@ def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Any] = ()) -> 
     the cache like a step's. Tensors that have their values already cost nothing.
     """
     for name in devices:
-        _check_device(name)
+        check_device(name)
     handles = [handle_of(t) for t in tensors]
     metrics.count_synchronization("sync_multi", user_line())
     runtime.synchronize(handles)
@@ -306,7 +311,7 @@ def to_cpu(tensors: Any, devices: Any = None) -> Any:
     Takes any nesting of lists, tuples and dicts; what is not a lazy tensor passes through.
     """
     for name in devices or ():
-        _check_device(name)
+        check_device(name)
     lazy = [t for t in pytree.tree_leaves(tensors) if isinstance(getattr(t, "_handle", None), Handle)]
     if lazy:
         metrics.count_synchronization("to_cpu", user_line())

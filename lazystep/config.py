@@ -20,6 +20,8 @@ from typing import Any
 from .errors import ConfigError
 
 _PREFIX = "LAZYSTEP_"
+# Variables of torch._lazy that mean the same; ours goes first.
+_ALIASES = {"max_async_queue": "LTC_MAX_ASYNC_QUEUE"}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True}
 _FLAGS |= {"0": False, "false": False, "no": False, "off": False}
 
@@ -34,6 +36,14 @@ def _parse_flag(text: str) -> bool:
 def _positive(value: float) -> None:
     if not value > 0:
         raise ValueError("expected a number greater than 0")
+
+
+def _one_of(*choices: str) -> Callable[[str], None]:
+    def check(value: str) -> None:
+        if value not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+
+    return check
 
 
 def _any(value: object) -> None:
@@ -59,6 +69,18 @@ class Settings:
     )
     wait_timeout: float = _setting(
         1800.0, "Seconds that a read or barrier waits for the executor before it raises.", float, _positive
+    )
+    max_async_queue: int = _setting(
+        100,
+        "Async closures that may wait for the worker. `LTC_MAX_ASYNC_QUEUE` is honoured, too.",
+        int,
+        _positive,
+    )
+    async_queue_policy: str = _setting(
+        "wait",
+        "When that queue is full: wait, drop_oldest, drop_newest or raise.",
+        str,
+        _one_of("wait", "drop_oldest", "drop_newest", "raise"),
     )
     exit_timeout: float = _setting(
         10.0, "Seconds that the end of the process waits for queued steps.", float, _positive
@@ -98,14 +120,17 @@ class Settings:
         """Settings with every `LAZYSTEP_*` variable of `environ` applied."""
         values = {}
         for field in dataclasses.fields(cls):
-            text = environ.get(variable(field.name))
+            source = variable(field.name)
+            if source not in environ:
+                source = _ALIASES.get(field.name, source)
+            text = environ.get(source)
             if text is None:
                 continue
             try:
                 values[field.name] = field.metadata["parse"](text)
                 field.metadata["check"](values[field.name])
             except ValueError as error:
-                raise ConfigError(f"{variable(field.name)}={text!r}: {error}") from None
+                raise ConfigError(f"{source}={text!r}: {error}") from None
         return cls(**values)
 
 

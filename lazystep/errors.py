@@ -34,6 +34,15 @@ class StepError(LazyStepError):
     """
 
 
+class ClosureError(LazyStepError):
+    """An async closure raised. `__cause__` is its exception; the message names it, its step and where
+    it was added. Raised once, from the next barrier, flush or exit."""
+
+
+class QueueFullError(LazyStepError):
+    """The queue of async closures is full and its policy is to raise. Nothing was queued."""
+
+
 class WaitTimeoutError(LazyStepError, TimeoutError):
     """Waiting for the executor took longer than the setting `wait_timeout` allows."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,19 @@ class Cell(Protocol):
     tensor: torch.Tensor | None
 
 
+class StateOwner(Protocol):
+    """Who owns the memory that a run reads and writes."""
+
+    def find_error(self, cells: Sequence[Cell]) -> LazyStepError | None:
+        """The earlier failure that left one of these inputs without a value or half updated."""
+
+    def before_run(self) -> None:
+        """The run is about to write its inputs."""
+
+    def on_failure(self, error: LazyStepError, position: int) -> None:
+        """The run has failed; the instructions before `position` have run."""
+
+
 class RunState(enum.Enum):
     """The life of a run."""
 
@@ -31,11 +44,7 @@ class RunState(enum.Enum):
 
 
 class Run:
-    """A program with its inputs. Made by the barrier, run by the executor, waited for by reads.
-
-    `find_error(cells)` tells whether an input was left half updated by an earlier failure;
-    `on_failure(error, position)` tells the owner of the state which instructions had run.
-    """
+    """A program with its inputs. Made by the barrier, run by the executor, waited for by reads."""
 
     def __init__(
         self,
@@ -44,8 +53,7 @@ class Run:
         scalars: Sequence[Any],
         outputs: Sequence[Cell | None],
         step: int,
-        find_error: Callable[[Sequence[Cell]], LazyStepError | None],
-        on_failure: Callable[[LazyStepError, int], None],
+        state: StateOwner,
     ) -> None:
         self.executable = executable
         self.step = step
@@ -54,18 +62,19 @@ class Run:
         self._inputs = inputs
         self._scalars = scalars
         self._outputs = outputs
-        self._find_error = find_error
-        self._on_failure = on_failure
+        self._state: StateOwner | None = state
         self._finished = threading.Event()
 
     def execute(self) -> LazyStepError | None:
         """Run on the calling thread. Returns a new failure; None also where an earlier one is the cause."""
+        assert self._state is not None, "a run is executed once"
         self.state = RunState.RUNNING
         cells, self._inputs = self._inputs, ()
-        inherited = self._find_error(cells)
+        inherited = self._state.find_error(cells)
         if inherited is not None:
             self._fail(inherited, -1)
             return None
+        self._state.before_run()
         inputs = [_tensor_of(cell) for cell in cells]
         # The list is all that holds the inputs now, besides handles that the user still has.
         del cells
@@ -114,26 +123,18 @@ class Run:
 
     def _fail(self, error: LazyStepError, position: int) -> None:
         self.error = error
-        self._on_failure(error, position)
+        if self._state is not None:
+            self._state.on_failure(error, position)
         self._finish(RunState.FAILED)
 
     def _finish(self, state: RunState) -> None:
         self.state = state
         self._inputs = self._scalars = self._outputs = ()
-        # A finished run lives as long as the storages it wrote; the executor's side of it need not.
-        self._find_error = _nothing_to_find
-        self._on_failure = _nothing_to_do
+        # A finished run lives as long as the storages it wrote; what it needed to run need not.
+        self._state = None
         self._finished.set()
 
 
 def _tensor_of(cell: Cell) -> torch.Tensor:
     assert cell.tensor is not None, "an input of a run has neither a tensor nor an error"
     return cell.tensor
-
-
-def _nothing_to_find(cells: Sequence[Cell]) -> LazyStepError | None:
-    return None
-
-
-def _nothing_to_do(error: LazyStepError, position: int) -> None:
-    return None

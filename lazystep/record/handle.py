@@ -9,6 +9,7 @@ can be swapped (`torch.utils.swap_tensors`) and revived by autograd.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from ..program.types import TensorType, type_of
 
 if TYPE_CHECKING:
     from .recorder import Recording
+    from .snapshot import Snapshot
 
 
 class PendingRun(Protocol):
@@ -42,9 +44,10 @@ class Storage:
     `run`: the last queued step that makes or writes it; reading then has to wait for that step.
     `error`: set when a failed step left it half updated.
     `recording` and `number`: its number in the recording that uses it now.
+    `snapshots`: who still needs the value it has now, before the next write.
     """
 
-    __slots__ = ("error", "nbytes", "number", "recording", "run", "writer")
+    __slots__ = ("error", "nbytes", "number", "recording", "run", "snapshots", "writer")
 
     def __init__(self, nbytes: int, recording: Recording | None = None, number: int = -1) -> None:
         """Made by `recording`, as its storage `number`; by nobody for memory that came from the host."""
@@ -53,6 +56,7 @@ class Storage:
         self.number = number
         self.run: PendingRun | None = None
         self.error: LazyStepError | None = None
+        self.snapshots: Sequence[Snapshot] = ()
 
 
 class Handle:

@@ -18,6 +18,7 @@ from ...program.types import TensorType, contiguous_stride, type_of
 from ..decide import Action, Decision, Operand, OpFacts, decide
 from ..handle import Handle, Storage, handle_of_host_tensor
 from ..recorder import Recorder
+from ..snapshot import preserve_snapshots
 from ..source import user_line
 from .tensor import LazyTensor, retype, wrap
 
@@ -353,6 +354,7 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         metrics.count_synchronization(reason, user_line())
         if writes:
             _recorder.synchronize_all()
+            preserve_snapshots(t._handle.storage for t in lazy)
     # Sparse kernels look at it to decide what to save for backward.
     needs_grad = reason == "sparse tensor" and not writes
     # By tensor identity: an alias per operand, since the op may change its metadata.

@@ -1,0 +1,102 @@
+"""A value as of a barrier, for somebody who looks at it later.
+
+An async closure runs while later steps update tensors in place. A snapshot makes sure that it sees
+the value of its own step, and copies only where it must: before the executor runs a step that
+writes the memory, or, when the closure comes first, if anybody else still holds that memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from .. import metrics
+from .handle import Handle, Storage
+
+
+# Guards every storage's list of snapshots: three threads add to them and take from them.
+_registry = threading.Lock()
+
+
+class Snapshot:
+    """The value that a handle has at this barrier. Taken on the training thread, after the barrier."""
+
+    __slots__ = ("_handle", "_lock", "_runs", "_tensor")
+
+    def __init__(self, handle: Handle) -> None:
+        handle.pristine = False  # the host may not fill it behind our back any more
+        self._handle: Handle | None = handle
+        self._runs = [run for run in (handle.run, handle.storage.run) if run is not None]
+        self._tensor: torch.Tensor | None = None
+        # Held for a copy, by the executor or by the reader; never while waiting for a step.
+        self._lock = threading.Lock()
+        storage = handle.storage
+        with _registry:
+            storage.snapshots = [*storage.snapshots, self]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the value is there: every step that it depends on has run."""
+        return all(run.is_finished for run in self._runs)
+
+    def preserve(self) -> None:
+        """Copy the value before its memory is written. Called where the write is about to happen."""
+        with self._lock:
+            if self._handle is not None and self._tensor is None and self._handle.tensor is not None:
+                self._tensor = _copy(self._handle.tensor)
+                self._handle = None
+
+    def take(self) -> torch.Tensor:
+        """The value as a CPU tensor that nobody else writes. Waits for its step; raises its error."""
+        for run in self._runs:
+            run.wait()
+        with self._lock:
+            if self._tensor is None:
+                assert self._handle is not None
+                handle, self._handle = self._handle, None
+                with _registry:
+                    handle.storage.snapshots = [s for s in handle.storage.snapshots if s is not self]
+                if handle.storage.error is not None:
+                    raise handle.storage.error
+                if handle.tensor is None:
+                    raise next(run.error for run in self._runs if run.error is not None)
+                if _num_references(handle) == _NUM_OWN_REFERENCES:
+                    self._tensor = handle.tensor
+                else:
+                    self._tensor = _copy(handle.tensor)
+            return self._tensor
+
+
+def preserve_snapshots(storages: Iterable[Storage]) -> None:
+    """Copy what snapshots still need of memory that is about to be written."""
+    for storage in storages:
+        if storage.snapshots:
+            with _registry:
+                # A snapshot whose own step has not run yet wants what that step is about to write.
+                due = [s for s in storage.snapshots if s.is_due]
+                storage.snapshots = [s for s in storage.snapshots if s not in due]
+            for snapshot in due:
+                snapshot.preserve()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    metrics.count("snapshot_copies")
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return tensor.clone()
+
+
+def _num_references(handle: Handle) -> int:
+    """How many places hold this value or other views of its memory."""
+    return sys.getrefcount(handle) + sys.getrefcount(handle.storage)
+
+
+def _count_own_references() -> int:
+    # Measured, not assumed: how many references a call takes differs between Python releases.
+    handle = Handle(None, Storage(0))  # type: ignore[arg-type]
+    return _num_references(handle)
+
+
+_NUM_OWN_REFERENCES = _count_own_references()
