@@ -102,6 +102,7 @@ class Runtime:
         metrics.count("programs_recorded")
         metrics.count("instructions_recorded", len(recording.entries) - len(recording.inputs))
         metrics.add_seconds("recording", time.perf_counter() - recording.started)
+        recording.release()
         self.executor.submit(run)
         return run
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lazystep
+from benchmarks import models
 from lazystep import config, metrics
 
 gate = threading.Event()
@@ -265,6 +266,36 @@ def test_a_thousand_steps_do_not_grow() -> None:
     gc.collect()
     assert len(gc.get_objects()) - before < 200
     assert count("cache_misses") <= 3
+
+
+def test_steps_leave_nothing_for_the_garbage_collector() -> None:
+    def live_bytes() -> int:
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu"]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    model, make_batch, loss_fn = models.gpt(num_layers=1, dropout=0.1)
+    model.to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        x, y = make_batch()
+        loss_fn(model(x.to("lazy")), y.to("lazy")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lazystep.mark_step(wait=True)
+
+    for _ in range(3):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_bytes()
+        for _ in range(10):
+            step()
+        # One cycle through a batch, a mask or an activation would show here ten times.
+        assert live_bytes() == before
+    finally:
+        gc.enable()
 
 
 def test_barrier_does_no_work_per_instruction_in_the_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,17 @@ class Recording:
         self.num_values += 1
         return handle.index
 
+    def release(self) -> None:
+        """Let go of everything, once the barrier has taken it over: handles keep pointing here, and a
+        recording that kept its inputs would tie them into a cycle."""
+        self.entries = []
+        self.sources = []
+        self.scalars = []
+        self.inputs = []
+        self.written = []
+        self.live = {}
+        self.guess = None
+
     def roll_back(self, num_entries: int) -> None:
         """Forget the entries after the first `num_entries`: an interrupted op left them half made."""
         kept = self.entries[:num_entries]
