@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +74,9 @@ def test_public_names_are_those_of_init() -> None:
         assert getattr(lazystep, name).__doc__ or name == "__version__"
     assert lazystep.__doc__
     assert "mark_step" in lazystep.__doc__
+
+
+def test_settings_page_lists_every_setting() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
+    for field in dataclasses.fields(config.Settings):
+        assert f"| `{config.variable(field.name)}` | `{field.default}` | {field.metadata['doc']} |" in page
