@@ -82,6 +82,9 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
     return {
         aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
         aten.dropout.default: dropout,
+        aten.linalg_svdvals.default: linalg_svdvals,
+        aten.linalg_eigvalsh.default: linalg_eigvalsh,
+        aten.linalg_eigvals.default: linalg_eigvals,
         aten.tensor_split.tensor_indices_or_sections: tensor_split,
     }
 
@@ -96,6 +99,29 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
         return input * torch.zeros((), dtype=input.dtype, device=input.device)
     noise = torch.empty_like(input).bernoulli_(1 - p)
     return input * aten.div_.Scalar(noise, 1 - p)
+
+
+# These compute vectors only where gradients need them; for subclasses torch always does, and the
+# values of the longer computation differ in their last bits.
+
+
+def _needs_grad(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def linalg_svdvals(A: torch.Tensor, *, driver: str | None = None) -> Any:  # noqa: N803
+    """Singular values."""
+    return aten._linalg_svd(A, False, _needs_grad(A), driver=driver)[1]
+
+
+def linalg_eigvalsh(A: torch.Tensor, UPLO: str = "L") -> Any:  # noqa: N803
+    """Eigenvalues of a Hermitian matrix."""
+    return aten._linalg_eigh(A, UPLO, _needs_grad(A))[0]
+
+
+def linalg_eigvals(self: torch.Tensor) -> Any:
+    """Eigenvalues."""
+    return aten.linalg_eig(self)[0] if _needs_grad(self) else aten._linalg_eigvals(self)
 
 
 def tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0) -> Any:

@@ -116,6 +116,7 @@ class OpFacts:
     __slots__ = (
         "float_literals",
         "func",
+        "has_out",
         "is_composite",
         "is_quantizing",
         "is_random",
@@ -137,6 +138,8 @@ class OpFacts:
         self.writes = frozenset(
             a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
         )
+        # Writes results into tensors that were handed in for it, and gives them the right size.
+        self.has_out = any(a.name in self.writes and a.kwarg_only for a in schema.arguments)
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         packet = schema.name.partition("::")[2]
         # The size of the result depends on the numbers themselves.
@@ -145,10 +148,21 @@ class OpFacts:
         self.needs_nbytes = packet in ("as_strided", "as_strided_", "resize_", "resize", "set_", "set")
         # Makes quantized tensors, which inference knows nothing of. Fake quantization makes floats.
         self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
-        # By C++ alone: Python decompositions are for compilers and take other steps than eager.
-        self.is_composite = schema.name.startswith(
-            "aten::"
-        ) and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.is_composite = is_composite(func) is True
+
+
+def is_composite(func: Any) -> bool | None:
+    """Whether CPU tensors see the op's parts only. None: other devices do, the CPU has a kernel for it.
+
+    By C++ kernels alone: Python decompositions are for compilers and take other steps than eager.
+    """
+    name = func._schema.name
+    if not name.startswith("aten::"):
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not has_kernel(func.name(), "CompositeImplicitAutograd"):
+        return False
+    return None if has_kernel(func.name(), "CPU") else True
 
 
 def op_name(func: Any) -> str:
@@ -311,32 +325,36 @@ def _infer(
     fakes = [_empty(o) for o in operands]
     storages = [t.untyped_storage()._cdata for t in fakes]
     out = _call(decision.func, fakes, args, kwargs)
-    written = _written_operands(facts, args, kwargs)
-    decision.writes = tuple(written)
+    decision.writes = tuple(_written_operands(facts, args, kwargs))
+    _describe(decision, operands, fakes, storages, out)
+
+
+def _describe(
+    decision: Decision, operands: list[Operand], tensors: list[torch.Tensor], storages: list[int], out: Any
+) -> None:
+    """Say what a call did: `tensors` were its operands, `storages` their storages before the call."""
     rebinds = []
-    for k in written:
-        type_, storage = type_of(fakes[k]), fakes[k].untyped_storage()
-        if type_ is not operands[k].type or storage._cdata != storages[k]:
-            if storage._cdata not in storages:
-                raise NotImplementedError(f"{facts.name} gives an argument a storage from nowhere")
-            rebinds.append(Rebind(k, type_, storages.index(storage._cdata), storage.nbytes()))
-        elif storage.nbytes() != operands[k].nbytes:
-            rebinds.append(Rebind(k, type_, k, storage.nbytes()))
+    for k in decision.writes:
+        type_, storage = type_of(tensors[k]), tensors[k].untyped_storage()
+        if storage._cdata not in storages:
+            raise NotImplementedError(f"{decision.op} gives an argument a storage from nowhere")
+        alias = storages.index(storage._cdata) if storage._cdata != storages[k] else k
+        if type_ is not operands[k].type or alias != k or storage.nbytes() > operands[k].nbytes:
+            rebinds.append(Rebind(k, type_, alias, storage.nbytes()))
     decision.rebinds = tuple(rebinds)
 
     decision.structure = "one" if not isinstance(out, (tuple, list)) else type(out).__name__
     if decision.structure not in ("one", "list"):
         decision.structure = "tuple"  # named tuples too
-    flat = [out] if decision.structure == "one" else list(out)
     results: list[Result | None] = []
     fresh: list[int] = []
-    for t in flat:
+    for t in [out] if decision.structure == "one" else out:
         if t is None:
             results.append(None)
             continue
         if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
-            raise NotImplementedError(f"{facts.name} returns something else than strided tensors")
-        same = next((k for k, fake in enumerate(fakes) if fake is t), -1)
+            raise NotImplementedError(f"{decision.op} returns something else than strided tensors")
+        same = next((k for k, tensor in enumerate(tensors) if tensor is t), -1)
         storage = t.untyped_storage()
         if storage._cdata in storages:
             alias = storages.index(storage._cdata)
@@ -356,15 +374,18 @@ def _probe(
     kwargs: dict[str, Any],
 ) -> None:
     """Run a small aten op on zeros. What it returns is right, where inference is not."""
+    if not facts.name.startswith("aten."):
+        return  # a custom op may do more than compute
     nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
-    is_small = nbytes <= _PROBE_BYTES and facts.name.startswith("aten.")
     # Inference does not see that an op reads what it writes, or writes an element twice.
     may_overlap = any(o.group >= 0 for o in operands) or any(
-        0 in operands[k].type.stride and facts.name.startswith("aten.") for k in decision.writes
+        0 in operands[k].type.stride for k in decision.writes
     )
-    if not (is_small or may_overlap or facts.name in _ALWAYS_PROBED):
+    is_known_wrong = facts.has_out or facts.name in _ALWAYS_PROBED
+    if nbytes > _PROBE_BYTES and not (may_overlap or is_known_wrong):
         return
     zeros = _zeros_sharing_storage(operands)
+    storages = [t.untyped_storage()._cdata for t in zeros]
     try:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out = _call(decision.func, zeros, args, kwargs)
@@ -376,14 +397,7 @@ def _probe(
         return
     except Exception:
         return
-    flat = [out] if decision.structure == "one" else list(out)
-    corrected = []
-    for result, t in zip(decision.results, flat, strict=True):
-        if result is not None and result.same < 0 and isinstance(t, torch.Tensor):
-            nbytes = result.nbytes if result.alias >= 0 else t.untyped_storage().nbytes()
-            result = result._replace(type=type_of(t), nbytes=nbytes)
-        corrected.append(result)
-    decision.results = tuple(corrected)
+    _describe(decision, operands, zeros, storages, out)
 
 
 def _written_operands(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:

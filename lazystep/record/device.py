@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..errors import ForkError, LazyStepError
 from . import cpu_branch
+from .decide import is_composite
 from .python import dispatch as python_front_end
 from .python import patches
 from .python.facade import on_facades
@@ -55,7 +57,7 @@ def _register_kernels() -> None:
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_kernel, "Lazy")
     library = torch.library.Library("aten", "IMPL")
-    for func in _factories():
+    for func in [*_factories(), *_half_composites()]:
         library.impl(func, _kernel_for(func), "Lazy")
     # torch.tensor() copies from the host with Python dispatch switched off, where the fallback
     # above is not reachable: explicit kernels are.
@@ -69,19 +71,30 @@ def _register_kernels() -> None:
     _libraries.extend([fallback, library])
 
 
+def _aten_ops() -> Iterator[Any]:
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace == "aten" and hasattr(torch.ops.aten, packet):
+            func = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+            if func is not None:
+                yield func
+
+
+def _half_composites() -> list[Any]:
+    """Ops that are composite on most devices but have a kernel of their own on the CPU, such as
+    `silu_backward`. With a kernel on this device, too, torch does not take them apart."""
+    return [func for func in _aten_ops() if is_composite(func) is None]
+
+
 def _factories() -> list[Any]:
     """Every aten op that makes a tensor from no tensor. By name: a fallback does not catch those
     that have a composite kernel, and their parts would be recorded instead of the op."""
     found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        if namespace != "aten" or not hasattr(torch.ops.aten, packet):
-            continue
-        func = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
-        if func is None or "sparse" in packet or packet == "from_file":
-            continue
+    for func in _aten_ops():
         schema = func._schema
+        if "sparse" in schema.name or schema.name == "aten::from_file":
+            continue
         takes_tensor = any("Tensor" in str(a.type) for a in schema.arguments)
         takes_device = any(a.name == "device" for a in schema.arguments)
         if takes_device and not takes_tensor and any("Tensor" in str(r.type) for r in schema.returns):

@@ -84,7 +84,7 @@ def _materialize_on_the_lazy_device() -> None:
 
 
 def _take_fast_paths() -> None:
-    """Attention layers take their fused path in evaluation on devices of a list. CPU is on it, so
+    """Attention layers and `torch.norm` take their better path on devices of a list. CPU is on it, so
     lazy tensors, whose truth is CPU, must be."""
 
     @_wrapping(torch.nn.modules.activation, "_check_arg_device")
@@ -93,18 +93,20 @@ def _take_fast_paths() -> None:
 
     registration = torch.utils.backend_registration
 
-    def forward(original: Any, module: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(src) is not LazyTensor:
-            return original(module, src, *args, **kwargs)
+    def on_the_list(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(type(arg) is LazyTensor for arg in (*args[:2], *kwargs.values())):
+            return original(*args, **kwargs)
         # The list's last member is this name; nothing else reads it during the call.
         saved, registration._privateuse1_backend_name = registration._privateuse1_backend_name, "lazy"
         try:
-            return original(module, src, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             registration._privateuse1_backend_name = saved
 
-    _wrapping(torch.nn.TransformerEncoderLayer, "forward")(forward)
-    _wrapping(torch.nn.TransformerEncoder, "forward")(forward)
+    _wrapping(torch.nn.TransformerEncoderLayer, "forward")(on_the_list)
+    _wrapping(torch.nn.TransformerEncoder, "forward")(on_the_list)
+    _wrapping(torch.functional, "norm")(on_the_list)
+    torch.norm = torch.functional.norm
 
 
 def _allow_fused_optimizers() -> None:
