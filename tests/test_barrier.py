@@ -310,3 +310,22 @@ def test_barrier_does_no_work_per_instruction_in_the_steady_state(monkeypatch: p
     for _ in range(3):
         train_step(model, optimizer)
     assert calls == []
+
+
+def test_executor_uses_as_many_threads_as_the_training_thread() -> None:
+    seen: list[int] = []
+
+    @torch.library.custom_op("lazystep_tests::count_threads", mutates_args=())
+    def count_threads(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return x.clone()
+
+    count_threads.register_fake(lambda x: torch.empty_like(x))
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 3, 2):
+            torch.set_num_threads(num_threads)
+            count_threads(torch.ones(1, device="lazy")).item()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3, 2]

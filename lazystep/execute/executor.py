@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 
+import torch
+
 from .. import metrics
 from ..config import settings
 from ..errors import LazyStepError, WaitTimeoutError
@@ -125,6 +127,9 @@ class Executor:
                 if not self._queue:
                     return
                 run = self._running = self._queue.popleft()
+            # A thread does not follow another one's `set_num_threads`.
+            if torch.get_num_threads() != run.num_threads:
+                torch.set_num_threads(run.num_threads)
             start = time.perf_counter()
             failure: LazyStepError | None
             try:

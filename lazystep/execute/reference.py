@@ -116,7 +116,7 @@ def _run_instruction(
                 metrics.count(f"layout_repairs:{instruction.op}")
         tensors[value] = tensor
     for argument, value in instruction.rebinds:
-        tensors[value] = aliases[argument]
+        tensors[value] = settle(aliases[argument], program.values[value].type)
     return repaired
 
 
@@ -169,6 +169,19 @@ def relayout(tensor: torch.Tensor, declared: TensorType, copies: bool) -> torch.
     return copy.copy_(tensor)
 
 
+def settle(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
+    """Give an argument that an op has resized the layout that was inferred for it, in its own memory."""
+    if type_of(tensor) is not declared:
+        if tuple(tensor.shape) != declared.shape:
+            raise AssertionError(
+                f"an argument was resized to {list(tensor.shape)} where {declared} was inferred; "
+                "please report this as a bug of lazystep"
+            )
+        copy = tensor.clone()
+        tensor.as_strided_(declared.shape, declared.stride, declared.offset).copy_(copy)
+    return tensor
+
+
 def _without_frames(error: Exception) -> Exception:
     # The frames hold every live tensor of the step; after running out of memory above all they must go.
     return error.with_traceback(None)
@@ -196,7 +209,11 @@ def _translate(
     program: Program, last_uses: dict[int, list[int]], repairs: Repairs
 ) -> tuple[Callable[..., Any], list[int]]:
     """The program as a Python function, and for each of its lines the instruction it belongs to."""
-    names: dict[str, Any] = {"_relayout": relayout, "_detach": torch.ops.aten.detach.default._op}
+    names: dict[str, Any] = {
+        "_relayout": relayout,
+        "_settle": settle,
+        "_detach": torch.ops.aten.detach.default._op,
+    }
     ops: dict[str, str] = {}
     literals: dict[int, str] = {}
     lines = ["def step(inputs, s):"]
@@ -250,6 +267,8 @@ def _translate(
         else:
             emit(f"{', '.join(targets)}, = {call}", position)
             dead += ["_"] if "_" in targets else []
+        for _, value in instruction.rebinds:
+            emit(f"_settle(v{value}, {literal(program.values[value].type)})", position)
         for number, target in enumerate(targets):
             if (position, number) in repairs:
                 result = instruction.results[number]

@@ -55,6 +55,8 @@ class Run:
         step: int,
         state: StateOwner,
     ) -> None:
+        # As the training thread has it now: how work is split decides the last bits of a reduction.
+        self.num_threads = torch.get_num_threads()
         self.executable = executable
         self.step = step
         self.state = RunState.QUEUED

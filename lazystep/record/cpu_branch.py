@@ -32,6 +32,16 @@ FACADE_OPS = (
     aten.rnn_relu.data,
 )
 
+# Composites that forget their out= argument when they meet a tensor subclass, and how to compute
+# what belongs there.
+_rank = aten.linalg_matrix_rank
+_IGNORED_OUT = (
+    (_rank.default, _rank.out),
+    (_rank.tol_tensor, _rank.out_tol_tensor),
+    (_rank.atol_rtol_tensor, _rank.atol_rtol_tensor_out),
+    (_rank.atol_rtol_float, _rank.atol_rtol_float_out),
+)
+
 TypeOf = Callable[[torch.Tensor], TensorType]
 
 
@@ -82,11 +92,20 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
     return {
         aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
         aten.dropout.default: dropout,
+        **{func: _through_functional(functional) for functional, func in _IGNORED_OUT},
         aten.linalg_svdvals.default: linalg_svdvals,
         aten.linalg_eigvalsh.default: linalg_eigvalsh,
         aten.linalg_eigvals.default: linalg_eigvals,
         aten.tensor_split.tensor_indices_or_sections: tensor_split,
     }
+
+
+def _through_functional(functional: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        result = functional(*args, **kwargs)
+        return out.resize_(result.shape).copy_(result)
+
+    return kernel
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> Any:

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 
 from ..program.program import Arg, Ref, ScalarRef
 from ..program.types import TensorType, type_of
+from .host import eager_dispatch
 
 # Ops that move at most this many bytes are tried out on real zeros when first met.
 _PROBE_BYTES = 1 << 18
@@ -256,7 +257,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     )
     _inferring.active = True
     try:
-        with torch._C._AutoDispatchBelowADInplaceOrView(), _fake_mode:
+        with eager_dispatch(), _fake_mode:
             _infer(decision, facts, template.operands, args, kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return Decision(Action.HOST, facts.name, func, "shape depends on values")
@@ -264,7 +265,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
     except Exception:
         # Eager decides what is an error and which one. If it accepts the call, inference was wrong.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with eager_dispatch():
             _call(func, [_zeros(o) for o in template.operands], args, kwargs)
         return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
     finally:
@@ -373,7 +374,7 @@ def _probe(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Run a small aten op on zeros. What it returns is right, where inference is not."""
+    """Run a small aten op on zeros, or ones. What it returns is right, where inference is not."""
     if not facts.name.startswith("aten."):
         return  # a custom op may do more than compute
     nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
@@ -384,20 +385,20 @@ def _probe(
     is_known_wrong = facts.has_out or facts.name in _ALWAYS_PROBED
     if nbytes > _PROBE_BYTES and not (may_overlap or is_known_wrong):
         return
-    zeros = _zeros_sharing_storage(operands)
-    storages = [t.untyped_storage()._cdata for t in zeros]
-    try:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            out = _call(decision.func, zeros, args, kwargs)
-    except (RuntimeError, NotImplementedError) as error:
-        # Zeros may well be a bad value (a singular matrix); what is said of types and of overlapping
-        # memory does not depend on values.
-        if _VALUE_FREE_ERROR.search(str(error)):
-            raise
+    for value in (0, 1):  # zero is a valid index, one a valid pivot
+        tensors = _filled_sharing_storage(operands, value)
+        storages = [t.untyped_storage()._cdata for t in tensors]
+        try:
+            with eager_dispatch():
+                out = _call(decision.func, tensors, args, kwargs)
+        except Exception as error:
+            # It may well be a bad value (a singular matrix); what is said of types and of overlapping
+            # memory does not depend on values.
+            if isinstance(error, RuntimeError) and _VALUE_FREE_ERROR.search(str(error)):
+                raise
+            continue
+        _describe(decision, operands, tensors, storages, out)
         return
-    except Exception:
-        return
-    _describe(decision, operands, zeros, storages, out)
 
 
 def _written_operands(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -438,11 +439,11 @@ def _zeros(operand: Operand) -> torch.Tensor:
     return _view(operand, torch.zeros)
 
 
-def _zeros_sharing_storage(operands: list[Operand]) -> list[torch.Tensor]:
+def _filled_sharing_storage(operands: list[Operand], value: int) -> list[torch.Tensor]:
     bases: dict[int, torch.Tensor] = {}
     tensors = []
     for operand in operands:
-        tensor = _zeros(operand)
+        tensor = _view(operand, torch.ones if value else torch.zeros)
         if operand.group >= 0:
             base = bases.setdefault(operand.group, tensor)
             tensor.set_(base.untyped_storage(), operand.type.offset, operand.type.shape, operand.type.stride)

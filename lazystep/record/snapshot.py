@@ -15,7 +15,7 @@ import torch
 
 from .. import metrics
 from .handle import Handle, Storage
-
+from .host import eager_dispatch
 
 # Guards every storage's list of snapshots: three threads add to them and take from them.
 _registry = threading.Lock()
@@ -84,7 +84,7 @@ def preserve_snapshots(storages: Iterable[Storage]) -> None:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     metrics.count("snapshot_copies")
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with eager_dispatch():
         return tensor.clone()
 
 

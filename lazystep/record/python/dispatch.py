@@ -17,6 +17,7 @@ from ...errors import DeviceMismatchError, UnsupportedError
 from ...program.types import TensorType, contiguous_stride, type_of
 from ..decide import Action, Decision, Operand, OpFacts, decide
 from ..handle import Handle, Storage, handle_of_host_tensor
+from ..host import eager_dispatch
 from ..recorder import Recorder
 from ..snapshot import preserve_snapshots
 from ..source import user_line
@@ -313,7 +314,7 @@ def _mismatch(
 
 def from_host(tensor: torch.Tensor) -> LazyTensor:
     """A lazy tensor with the values that a host tensor has now: they are copied."""
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with eager_dispatch():
         return wrap(handle_of_host_tensor(tensor.detach().clone()))
 
 
@@ -326,7 +327,7 @@ def _make_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         type_ = arg._handle.type
         return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
 
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with eager_dispatch():
         return func(*(stand_in(a) for a in args), **kwargs)
 
 
@@ -375,7 +376,7 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
             return torch.device("cpu")
         return arg
 
-    with _recorder.reading([t._handle for t in lazy]), torch._C._AutoDispatchBelowADInplaceOrView():
+    with _recorder.reading([t._handle for t in lazy]), eager_dispatch():
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
         return _adopt_results(func, out, list(aliases.values()), writes)
@@ -443,7 +444,7 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return torch.device("cpu")
         return arg
 
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with eager_dispatch():
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
         if written is None:
@@ -495,7 +496,7 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if device is not None and device.type != "lazy":
         return _make_elsewhere(func, args, kwargs)
     out = _make_elsewhere(func, args, {**kwargs, "device": torch.device("cpu")})
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with eager_dispatch():
         handle = handle_of_host_tensor(out)
         handle.pristine = out.layout is torch.strided
         return wrap(handle)
@@ -513,7 +514,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise _mismatch(func, args, kwargs, "src", source)
         if handle.pristine:
             assert handle.tensor is not None
-            with torch._C._AutoDispatchBelowADInplaceOrView():
+            with eager_dispatch():
                 handle.tensor.copy_(source)
             return target
         source = from_host(source)
@@ -538,7 +539,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _copy_to_host(func: Any, target: torch.Tensor, source: LazyTensor) -> torch.Tensor:
     metrics.count_synchronization("to host", user_line())
-    with _recorder.reading([source._handle]), torch._C._AutoDispatchBelowADInplaceOrView():
+    with _recorder.reading([source._handle]), eager_dispatch():
         func(target, source._handle.tensor)
     return target
 
@@ -548,7 +549,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     device = kwargs.get("device")
     if type(source) is not LazyTensor:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with eager_dispatch():
             moved = func(source, **{**kwargs, "device": torch.device("cpu"), "non_blocking": False})
             return wrap(handle_of_host_tensor(moved))
     if device is None or device.type == "lazy":
@@ -559,5 +560,5 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device
         )
     metrics.count_synchronization("to host", user_line())
-    with _recorder.reading([source._handle]), torch._C._AutoDispatchBelowADInplaceOrView():
+    with _recorder.reading([source._handle]), eager_dispatch():
         return func(source._handle.tensor, **kwargs)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ...errors import UnsupportedError
@@ -50,28 +51,43 @@ def _keep_identity_in_module_conversions() -> None:
 
     @_wrapping(torch.nn.Module, "_apply")
     def _apply(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
-        own = list(module._parameters.values())
-        uninitialized = {
-            name: p for name, p in module._parameters.items() if isinstance(p, UninitializedParameter)
+        has_lazy = any(type(p) is LazyTensor for p in module._parameters.values())
+        moving = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, UninitializedParameter)
+            and fn(torch.empty(0, dtype=parameter.dtype)).device.type == "lazy"
         }
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        if not uninitialized and not any(type(p) is LazyTensor for p in own):
+        if not has_lazy and not moving:
             return original(module, fn, recurse)
-        for name, parameter in uninitialized.items():
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in moving.items():
             # It has no shape yet and can't be lazy: remember where it goes once it has.
-            target = fn(torch.empty(0, dtype=parameter.dtype))
-            moves = parameter.__dict__["_lazystep_moves"] = target.device.type == "lazy"
-            module._parameters[name] = None if moves else parameter
-        torch.__future__.set_swap_module_params_on_conversion(True)
+            parameter.__dict__["_lazystep_moves"] = True
+            module._parameters[name] = None
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(swaps or has_lazy)
         try:
-            return original(module, fn, recurse)
+            return original(module, fn, recurse=False)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
-            module._parameters.update(uninitialized)
+            module._parameters.update(moving)
 
 
 def _materialize_on_the_lazy_device() -> None:
-    """`nn.LazyLinear` and its kin get their parameters on the device they were moved to."""
+    """`nn.LazyLinear` and its kin get their parameters on the device they were made for or moved to."""
+
+    @_wrapping(UninitializedParameter, "__new__")
+    def make(
+        original: Any, cls: Any, requires_grad: bool = True, device: Any = None, dtype: Any = None
+    ) -> Any:
+        for_lazy = device is not None and torch.device(device).type == "lazy"
+        parameter = original(cls, requires_grad, "cpu" if for_lazy else device, dtype)
+        if for_lazy:
+            parameter.__dict__["_lazystep_moves"] = True
+        return parameter
 
     @_wrapping(UninitializedTensorMixin, "materialize")
     def materialize(original: Any, parameter: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
@@ -103,6 +119,14 @@ def _take_fast_paths() -> None:
         finally:
             registration._privateuse1_backend_name = saved
 
+    @_wrapping(LinearCrossEntropyOptions, "_resolve_auto_acc_dtype")
+    def _resolve_auto_acc_dtype(original: Any, dtype: Any, device: Any) -> Any:
+        is_lazy = device is not None and device.type == "lazy"
+        return original(dtype, torch.device("cpu") if is_lazy else device)
+
+    LinearCrossEntropyOptions._resolve_auto_acc_dtype = staticmethod(  # type: ignore[method-assign]
+        LinearCrossEntropyOptions._resolve_auto_acc_dtype
+    )
     _wrapping(torch.nn.TransformerEncoderLayer, "forward")(on_the_list)
     _wrapping(torch.nn.TransformerEncoder, "forward")(on_the_list)
     _wrapping(torch.functional, "norm")(on_the_list)

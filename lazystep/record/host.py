@@ -1,0 +1,28 @@
+"""Running ops on host tensors from inside a dispatch handler, as eager would run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_VIEW_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+
+
+@contextmanager
+def eager_dispatch() -> Iterator[None]:
+    """Below autograd, but with conjugate and negative views resolved.
+
+    torch runs a dispatch handler with every key above Python switched off, those that resolve such
+    views among them. A kernel that makes one internally then reads it unresolved: `linalg.lstsq` on
+    complex numbers returned wrong residuals.
+    """
+    guard = torch._C._SetExcludeDispatchKeyGuard
+    with (
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+        guard(_VIEW_KEYS[0], False),
+        guard(_VIEW_KEYS[1], False),
+        guard(_VIEW_KEYS[2], False),
+    ):
+        yield
