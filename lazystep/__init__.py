@@ -12,7 +12,7 @@ On `device="lazy"` ops are recorded, not run. `mark_step` is the barrier: it loo
 step up in a cache, hands it to the executor thread and returns.
 """
 
-from . import closure, config, debug, metrics
+from . import closure, config, debug, metrics, report
 from ._version import __version__
 from .barrier import mark_step, run_step_closures, save, sync_multi, to_cpu, wait_device_ops
 from .errors import (
@@ -49,6 +49,7 @@ __all__ = [
     "get_tensor_id",
     "mark_step",
     "metrics",
+    "report",
     "run_step_closures",
     "save",
     "step_closure",
