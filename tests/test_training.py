@@ -60,3 +60,5 @@ def test_hundred_steps_equal_eager_bitwise(name: str) -> None:
     assert metrics.counter_value("cache_misses") <= 4
     assert metrics.counter_value("cache_hits") >= NUM_STEPS - 3
     assert metrics.counter_value("layout_repairs") == 0
+    # One program a step, and the reads at the end: nothing inside a step waits for values.
+    assert metrics.counter_value("programs_executed") <= NUM_STEPS + 2

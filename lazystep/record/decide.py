@@ -232,7 +232,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     Raises what eager raises for arguments that the op does not take.
     """
     func = facts.func
-    if facts.is_random:
+    if facts.is_random and not _draws_nothing(facts.name, args):
         if facts.name in _VALUE_FREE_DRAWS:
             return Decision(Action.DRAW, facts.name, func)
         return Decision(Action.HOST, facts.name, func, "random op that reads values")
@@ -273,6 +273,14 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     _probe(decision, facts, template.operands, args, kwargs)
     decision.finish()
     return decision
+
+
+def _draws_nothing(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an op that is tagged as random is not, with these arguments."""
+    if name == "aten._scaled_dot_product_flash_attention_for_cpu.default":
+        return len(args) < 4 or args[3] == 0.0  # its dropout, which the CPU kernel does not have
+    # aten.rrelu_with_noise(self, noise, lower, upper, training)
+    return name.startswith("aten.rrelu_with_noise") and not any(arg is True for arg in args)
 
 
 def _host_reason(name: str) -> str:
