@@ -1,0 +1,301 @@
+"""What recording costs, what a barrier costs, and what the reference executable makes of the program.
+
+    python -m benchmarks.recording [--quick]
+
+Eager, lazystep and torch._lazy take turns, each in its own process (torch._lazy claims the same device
+as lazystep; for eager see `timing`). Goals: an op is recorded in 15 µs or less; the reference
+executable runs a step's program at eager's rate or better.
+
+Recording is timed on the training thread while the executor is idle: a step is recorded, queued, and
+waited for before the next one begins. Where an op of a step needs values, and so waits inside the
+step, that wait is taken off; the table says how many there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .models import MODELS, make_optimizer
+from .timing import Measurements, Neighbours, Peer, Report, Table, interleave, machine, peers, serve
+
+SYSTEMS = ("eager", "lazystep", "torch._lazy")
+# Long enough for the slowest turn of a system that works, short enough for the whole run.
+PEER_TIMEOUT = 25.0
+# For the single ops, and for each model: no new round begins after this.
+MAX_SECONDS = 32.0
+NUM_OPS = 1000
+# So that each turn takes a few tenths of a second.
+NUM_STEPS = {"mlp": 40, "gpt": 8, "conv": 8, "lstm": 20}
+# torch._lazy takes up to a hundred times as long for a step.
+NUM_STEPS_TORCH_LAZY = 2
+
+
+# -- a peer's side: do the work, measure it ----------------------------------------------------
+
+
+class System(NamedTuple):
+    """How one system ends a step. Eager's steps end by themselves."""
+
+    name: str
+    device: str
+    mark_step: Callable[[], None]
+    wait: Callable[[], None]
+
+
+def load_system(name: str) -> System:
+    """Import and start one system; only one per process."""
+    if name == "eager":
+        return System(name, "cpu", lambda: None, lambda: None)
+    if name == "lazystep":
+        import lazystep
+
+        return System(name, "lazy", lazystep.mark_step, lazystep.wait_device_ops)
+    import torch._lazy
+    import torch._lazy.ts_backend
+
+    torch._lazy.ts_backend.init()
+    return System(name, "lazy", torch._lazy.mark_step, torch._lazy.wait_device_ops)
+
+
+class Trainer:
+    """An ordinary training loop's state: one model and its optimizer on one device."""
+
+    def __init__(self, model: str, device: str) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model, self.make_batch, self.loss_fn = MODELS[model]()
+        self.model.to(device)
+        self.optimizer = make_optimizer(self.model)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss_fn(self.model(x.to(self.device)), y.to(self.device))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+# By name: whether autograd watches, and the op. Each gets the result of the one before and a
+# constant tensor of 4 x 4 elements: small enough that running it costs next to nothing.
+OPS: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
+    "`x + y`": (False, lambda x, y: x + y),
+    "`x + y`, with autograd": (True, lambda x, y: x + y),
+    "`x.add_(y)`": (False, lambda x, y: x.add_(y)),
+    "`x * 1.0`": (False, lambda x, y: x * 1.0),
+    "`y.view(16)`": (False, lambda x, y: y.view(16)),
+}
+
+
+class Worker:
+    """Does the turns of one system."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self._trainer = functools.cache(lambda model: Trainer(model, system.device))
+
+    def work(self, task: str, **details: object) -> Mapping[str, float]:
+        """Do the named task: `ops`, `loop` or `phases`."""
+        tasks: dict[str, Callable[..., Mapping[str, float]]]
+        tasks = {"ops": self.ops, "loop": self.loop, "phases": self.phases}
+        return tasks[task](**details)
+
+    def ops(self, op: str) -> dict[str, float]:
+        """Seconds that the training thread spends on one op; the barrier is not part of it."""
+        watched, function = OPS[op]
+        x = torch.ones(4, 4).to(self.system.device)
+        y = torch.ones(4, 4).to(self.system.device).requires_grad_(watched)
+        with torch.set_grad_enabled(watched):
+            start = time.perf_counter()
+            for _ in range(NUM_OPS):
+                x = function(x, y)
+            seconds = time.perf_counter() - start
+        self.system.mark_step()
+        self.system.wait()
+        return {f"{self.system.name} {op}": seconds / NUM_OPS}
+
+    def loop(self, model: str, num_steps: int) -> dict[str, float]:
+        """Seconds per step of the plain loop, host-side sampling included; and what sampling takes of it."""
+        trainer = self._trainer(model)
+        sampling = 0.0
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            before = time.perf_counter()
+            x, y = trainer.make_batch()
+            sampling += time.perf_counter() - before
+            loss = trainer.step(x, y)
+            self.system.mark_step()
+        self.system.wait()
+        seconds = time.perf_counter() - start
+        del loss  # held until here, as a loop that reports it would
+        name = self.system.name
+        return {f"{name} loop": seconds / num_steps, f"{name} step": (seconds - sampling) / num_steps}
+
+    def phases(self, model: str, num_steps: int) -> dict[str, float]:
+        """Of lazystep: recording, barrier and execution apart, each while the other thread is idle."""
+        from lazystep import metrics
+
+        trainer = self._trainer(model)
+        recording = barrier = 0.0
+        before = {name: metrics.counter_value(name) for name in COUNTERS}
+        for _ in range(num_steps):
+            x, y = trainer.make_batch()
+            start = time.perf_counter()
+            loss = trainer.step(x, y)
+            recorded = time.perf_counter()
+            waiting = metrics.counter_value("seconds_waiting")
+            self.system.mark_step()
+            queued = time.perf_counter()
+            recording += recorded - start
+            barrier += queued - recorded
+            self.system.wait()
+            after_wait = metrics.counter_value("seconds_waiting")
+            before["seconds_waiting"] += after_wait - waiting  # only waits inside the step count
+        del loss
+        used = {name: metrics.counter_value(name) - before[name] for name in COUNTERS}
+        recording -= used["seconds_waiting"]
+        return {
+            "recording an op": recording / used["instructions_recorded"],
+            "recording": recording / num_steps,
+            "barrier": barrier / num_steps,
+            "program": used["seconds_executing"] / num_steps,
+            "instructions": used["instructions_recorded"] / num_steps,
+            "programs": used["programs_recorded"] / num_steps,
+            "synchronizations": used["synchronizations"] / num_steps,
+            "cache misses": used["cache_misses"],
+        }
+
+
+COUNTERS = (
+    "cache_misses",
+    "instructions_recorded",
+    "programs_recorded",
+    "seconds_executing",
+    "seconds_waiting",
+    "synchronizations",
+)
+
+
+# -- the benchmark -----------------------------------------------------------------------------
+
+
+def measure_ops(systems: Mapping[str, Peer], num_repeats: int) -> Measurements:
+    """Single ops, all systems."""
+    turns = {
+        f"{name} {op}": functools.partial(peer.ask, task="ops", op=op)
+        for op in OPS
+        for name, peer in systems.items()
+    }
+    peer_turns = [name for name in turns if name.startswith("torch._lazy")]
+    return interleave(turns, 4, num_repeats, MAX_SECONDS, may_fail=peer_turns)
+
+
+def measure_model(systems: Mapping[str, Peer], model: str, num_repeats: int, num_steps: int) -> Measurements:
+    """Training steps of one model: lazystep's phases, and the plain loop in all systems."""
+    ask = {name: functools.partial(peer.ask, model=model) for name, peer in systems.items()}
+    turns = {
+        "eager": functools.partial(ask["eager"], task="loop", num_steps=num_steps),
+        "phases": functools.partial(ask["lazystep"], task="phases", num_steps=num_steps),
+        "lazystep": functools.partial(ask["lazystep"], task="loop", num_steps=num_steps),
+        "torch._lazy": functools.partial(ask["torch._lazy"], task="loop", num_steps=NUM_STEPS_TORCH_LAZY),
+    }
+    return interleave(turns, 2, num_repeats, MAX_SECONDS, may_fail=["torch._lazy"])
+
+
+def ops_table(measured: Measurements) -> Table:
+    def cell(system: str, op: str) -> str:
+        name = f"{system} {op}"
+        return measured.failures.get(name) or measured.spread(name).format(1e6)
+
+    rows = [[op, *(cell(system, op) for system in ("lazystep", "torch._lazy", "eager"))] for op in OPS]
+    note = (
+        f"{NUM_OPS} ops on 4 x 4 elements, barrier not included, µs an op. Eager runs it. Goal: 15 or less."
+    )
+    return Table("One op", ["op", "lazystep", "torch._lazy", "eager"], rows, note)
+
+
+def recording_table(models: Mapping[str, Measurements]) -> Table:
+    rows = []
+    for model, m in models.items():
+        counts = (f"{m.spread(name).median:g}" for name in ("instructions", "programs", "synchronizations"))
+        times = [
+            m.spread("recording an op").format(1e6, 1),
+            m.spread("recording").format(1e3),
+            m.spread("barrier").format(1e6, 0),
+        ]
+        rows.append([model, *counts, *times, f"{sum(m.samples['cache misses']):g}"])
+    columns = ["model", "instructions", "programs", "synchronizations"]
+    columns += ["recording, µs an op", "recording, ms a step", "barrier, µs", "cache misses"]
+    note = (
+        "Per step: forward, backward, AdamW, with all of the loop's own Python. Goal: 15 µs an op or less. "
+        "Cache misses: in all measured steps together."
+    )
+    return Table("Recording a training step", columns, rows, note)
+
+
+def execution_table(models: Mapping[str, Measurements]) -> Table:
+    rows = []
+    for model, m in models.items():
+        name = model
+        if m.spread("synchronizations").median:
+            name += " (in part: ops that synchronize run outside of the program)"
+        eager, program = m.spread("eager step").format(1e3), m.spread("program").format(1e3)
+        rows.append([name, eager, program, m.speedup("program", "eager step").format()])
+    columns = ["model", "eager step, ms", "program, ms", "program's rate, eager = 1"]
+    note = "The executor's time for a step's program while nothing is recorded. Goal: 1 or more."
+    return Table("Reference executable against eager", columns, rows, note)
+
+
+def loop_table(models: Mapping[str, Measurements]) -> Table:
+    rows = []
+    for model, m in models.items():
+        row = [model, *(m.spread(f"{name} loop").format(1e3) for name in ("eager", "lazystep"))]
+        row.append(m.speedup("lazystep loop", "eager loop").format())
+        if "torch._lazy" in m.failures:
+            row += [m.failures["torch._lazy"], "-"]
+        else:
+            row.append(m.spread("torch._lazy loop").format(1e3))
+            row.append(m.speedup("torch._lazy loop", "eager loop").format())
+        rows.append(row)
+    columns = ["model", "eager, ms", "lazystep, ms", "rate, eager = 1", "torch._lazy, ms", "rate, eager = 1"]
+    note = "Per step of the plain loop from start to end, batches sampled on the host; no loss is read."
+    return Table("The plain loop", columns, rows, note)
+
+
+def run(is_quick: bool) -> Report:
+    facts = machine()
+    neighbours = Neighbours()
+    num_repeats = 2 if is_quick else 11
+    with peers("benchmarks.recording", SYSTEMS, PEER_TIMEOUT) as systems:
+        ops = measure_ops(systems, num_repeats)
+        models = {
+            model: measure_model(systems, model, num_repeats, 2 if is_quick else num_steps)
+            for model, num_steps in NUM_STEPS.items()
+        }
+    facts["processor time taken by others"] = f"{neighbours.share():.0%}"
+    tables = [ops_table(ops), recording_table(models), execution_table(models), loop_table(models)]
+    return Report("recording", "python -m benchmarks.recording", facts, tables, {"ops": ops, **models})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Cost of recording, barriers and the reference executable.")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: two rounds, nothing is written")
+    parser.add_argument("--peer", choices=SYSTEMS, help="serve turns of one system as JSON (used internally)")
+    arguments = parser.parse_args()
+    if arguments.peer:
+        serve(Worker(load_system(arguments.peer)).work)
+        return
+    report = run(arguments.quick)
+    print(report.to_markdown())
+    if not arguments.quick:
+        report.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""How every benchmark measures: turns that alternate in one run, medians with their spread, ratios by round.
+
+A *turn* does a fixed amount of work and returns the numbers it measured, by name. `interleave` warms
+all turns up and then runs them in rounds, one after the other, so that a machine that slows down
+slows all of them. A ratio is taken within each round before its median is taken, for the same reason.
+
+Variants that must not share a process each get a `Peer`: OpenMP gives every thread that computes a
+pool of its own, and pools that compete for the cores slow each other down, so eager steps measured
+beside an executor thread would look slower than they are.
+
+On a machine that others use, set `OMP_NUM_THREADS=1`. Threads that spin while the one they wait for has
+no core slow a step down tenfold and more, and not equally for each variant. `OMP_WAIT_POLICY=passive`
+is no way out: it alone makes eager's small kernels take twice as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+Turn = Callable[[], Mapping[str, float]]
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class PeerError(Exception):
+    """A peer could not do its turn; the message is fit for a table."""
+
+
+class Spread(NamedTuple):
+    """The median of some samples, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """The spread of samples; of a single one, itself."""
+        if len(samples) < 2:
+            return cls(samples[0], samples[0], samples[0])
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(statistics.median(samples), low, high)
+
+    def format(self, scale: float = 1.0, digits: int = 2) -> str:
+        """`median [low, high]`, each multiplied by `scale`."""
+        median, low, high = (f"{value * scale:.{digits}f}" for value in self)
+        return f"{median} [{low}, {high}]"
+
+
+@dataclass
+class Measurements:
+    """What turns measured: by name, one sample per round; and the reasons of turns that failed."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def spread(self, name: str) -> Spread:
+        """The spread of one measured number."""
+        return Spread.of(self.samples[name])
+
+    def speedup(self, name: str, baseline: str) -> Spread:
+        """How many times as fast as the baseline: above 1 is faster. Both are times."""
+        pairs = zip(self.samples[baseline], self.samples[name], strict=True)
+        return Spread.of([base / time for base, time in pairs])
+
+
+def interleave(
+    turns: Mapping[str, Turn],
+    num_warm_ups: int,
+    num_repeats: int,
+    max_seconds: float,
+    may_fail: Sequence[str] = (),
+) -> Measurements:
+    """Run all turns in rounds. One of `may_fail` that raises `PeerError` is left out from then on.
+
+    No round begins after `max_seconds`, so that a slow machine gives fewer samples, not a longer run;
+    two are always measured.
+    """
+    measured = Measurements()
+    going = dict(turns)
+    deadline = time.monotonic() + max_seconds
+    for number in range(num_warm_ups + num_repeats):
+        if number >= num_warm_ups + 2 and time.monotonic() > deadline:
+            break
+        for name, turn in list(going.items()):
+            try:
+                numbers = turn()
+            except PeerError as error:
+                if name not in may_fail:
+                    raise PeerError(f"{name}: {error}") from error
+                measured.failures[name] = str(error)
+                del going[name]
+                continue
+            if number >= num_warm_ups:
+                for quantity, value in numbers.items():
+                    measured.samples.setdefault(quantity, []).append(value)
+    return measured
+
+
+# -- variants in processes of their own --------------------------------------------------------
+
+
+class Peer:
+    """A variant that runs in its own process: `python -m <module> --peer <name>`, see `serve`.
+
+    A process that was lost is started anew by the next request, so that one failure stays one.
+    """
+
+    def __init__(self, module: str, name: str, timeout: float) -> None:
+        self._command = [sys.executable, "-m", module, "--peer", name]
+        self._timeout = timeout
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+    def ask(self, **request: Any) -> Mapping[str, float]:
+        """Have the peer do one piece of work. Raises `PeerError` if it fails, dies or takes too long."""
+        if self._process.poll() is not None:
+            self._process = self._start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], self._timeout)[0]:
+            self.close()
+            raise PeerError(f"no answer within {self._timeout:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(f"its process ended with status {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        numbers: Mapping[str, float] = answer["numbers"]
+        return numbers
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def peers(module: str, names: Sequence[str], timeout: float) -> Iterator[dict[str, Peer]]:
+    """Peers by name, ended with the `with` block."""
+    started = {name: Peer(module, name, timeout) for name in names}
+    try:
+        yield started
+    finally:
+        for peer in started.values():
+            peer.close()
+
+
+def serve(work: Callable[..., Mapping[str, float]]) -> None:
+    """A peer's side: one JSON request per line on stdin, one JSON answer per line on stdout."""
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {"numbers": dict(work(**json.loads(line)))}
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            answer = {"error": f"{type(error).__name__}: {reason}"}
+        print(json.dumps(answer), flush=True)
+
+
+# -- reports -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    """A table of a report: cells are text, so that a failure can stand where a number would."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+    def to_markdown(self) -> str:
+        """The table under its title, with its note."""
+        lines = [f"### {self.title}", ""]
+        if self.note:
+            lines += [self.note, ""]
+        lines += [_row(self.columns), _row(["---"] * len(self.columns)), *map(_row, self.rows)]
+        return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def machine() -> dict[str, str]:
+    """What a reader needs to judge the numbers: processor, threads, versions."""
+    return {
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "torch threads": str(torch.get_num_threads()),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "unset"),
+        "system": f"{platform.system()} {platform.release()}",
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "lazystep": importlib.metadata.version("lazystep"),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+class Neighbours:
+    """How much of the processor others used during a run: what makes a run not worth keeping.
+
+    Counts as its own time what this process used, and the children that it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), _busy_seconds(), _own_seconds()
+
+    def share(self) -> float:
+        """The part of all cores' time, 0 to 1, that other processes took since the start."""
+        wall, busy, own = self._start
+        others = (_busy_seconds() - busy) - (_own_seconds() - own)
+        return max(others, 0.0) / ((time.perf_counter() - wall) * (os.cpu_count() or 1))
+
+
+def _busy_seconds() -> float:
+    user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass
+class Report:
+    """The outcome of one benchmark: tables for people, samples for programs."""
+
+    name: str
+    command: str
+    machine: dict[str, str]
+    tables: list[Table]
+    measurements: dict[str, Measurements]
+
+    def to_markdown(self) -> str:
+        """The whole report."""
+        facts = "; ".join(f"{key} {value}" for key, value in self.machine.items())
+        head = [f"## {self.name}", "", f"`{self.command}`: {facts}.", "Cells: median [quartiles].", ""]
+        return "\n".join(head) + "\n" + "\n\n".join(table.to_markdown() for table in self.tables) + "\n"
+
+    def write(self) -> None:
+        """Write `results/<name>.md` and `.json`."""
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{self.name}.md").write_text(self.to_markdown())
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Parity with eager over PyTorch's own databases of operators, modules and optimizers."""

@@ -1,0 +1,111 @@
+"""Every module of PyTorch's module database: lazy equals eager bit for bit, forward and backward.
+
+Modules that draw random numbers (dropout, RReLU, fractional pooling, attention, transformers) are no
+exception: their draws come from eager's place in the stream.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.common_modules import ModuleErrorEnum
+
+import lazystep
+
+from .compare import Outcome, device_difference, difference, pick, seed, tensors_in
+from .conftest import Counts
+from .modules import MODULES, cases
+
+# A few modules have hundreds of inputs.
+NUM_INPUTS = {torch.float32: 12, torch.float64: 3}
+
+# Modules that the lazy device refuses with `UnsupportedError`, and why.
+REFUSED: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_module_equals_eager_bitwise(name: str, mode: str, counts: Counts) -> None:
+    differences: list[str] = []
+    for dtype, number in NUM_INPUTS.items():
+        if dtype not in MODULES[name].dtypes:
+            continue
+        label = f"{str(dtype).removeprefix('torch.')}, {mode}"
+        for index, case in enumerate(cases(MODULES[name], dtype, mode == "train", number)):
+            # The second step of the same shapes runs the program that the first one has made.
+            eager = Outcome(case.prepare("cpu", steps=2), "cpu")
+            # The database has no input that eager refuses: importing lazystep must not change that.
+            assert eager.error is None, f"{label}, input {index}: eager raises {eager.error!r}"
+            lazy = Outcome(case.prepare("lazy", steps=2, barrier=lazystep.mark_step), "lazy")
+            if name in REFUSED:
+                assert lazy.is_refused, f"{name} is listed as refused: {REFUSED[name]}"
+                counts.add(f"{label}, refused")
+                continue
+            found = difference(eager, lazy)
+            if found is None and lazy.error is None:
+                found = device_difference(tensors_in(lazy.tree))
+            counts.add(label)
+            if found:
+                differences.append(f"{label}, input {index}: {found}")
+    if name in REFUSED:
+        pytest.skip(f"refused: {REFUSED[name]}")
+    assert not differences, "\n".join(differences)
+
+
+TAKING_A_DEVICE = [
+    name
+    for name, info in MODULES.items()
+    if "device" in inspect.signature(info.module_cls.__init__).parameters
+]
+
+
+@pytest.mark.parametrize("name", TAKING_A_DEVICE)
+def test_module_made_on_lazy_has_the_parameters_of_eager(name: str, counts: Counts) -> None:
+    info = MODULES[name]
+    seed()
+    inputs = info.module_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=False, training=True
+    )
+    for given in pick(inputs, NUM_INPUTS[torch.float32]):
+        args, kwargs = given.constructor_input.args, given.constructor_input.kwargs
+
+        def make(device: str, args: Any = args, kwargs: Any = kwargs) -> dict[str, torch.Tensor]:
+            module = info.module_cls(*args, **{**kwargs, "device": device})
+            assert all(isinstance(p, nn.Parameter) for p in module.parameters())
+            return {k: v for k, v in module.state_dict().items() if not nn.parameter.is_lazy(v)}
+
+        eager = Outcome(lambda make=make: make("cpu"), "cpu")
+        found = difference(eager, Outcome(lambda make=make: make("lazy"), "lazy"))
+        assert not found, found
+        counts.add("made on the device")
+
+
+WITH_ERRORS = [name for name, info in MODULES.items() if info.module_error_inputs_func is not None]
+
+
+@pytest.mark.parametrize("name", WITH_ERRORS)
+def test_module_raises_where_eager_does(name: str, counts: Counts) -> None:
+    info = MODULES[name]
+    seed()
+    errors = info.module_error_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=True, training=True
+    )
+    for error in errors:
+        if error.error_on is not ModuleErrorEnum.FORWARD_ERROR:
+            continue  # no tensor is involved yet
+        given = error.module_error_input
+
+        def run(device: str, given: Any = given) -> Any:
+            module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+            args = [a.to(device) if isinstance(a, torch.Tensor) else a for a in given.forward_input.args]
+            return module.to(device)(*args, **given.forward_input.kwargs)
+
+        eager = Outcome(lambda run=run: run("cpu"), "cpu")
+        assert eager.error is not None
+        found = difference(eager, Outcome(lambda run=run: run("lazy"), "lazy"))
+        assert not found, found
+        counts.add("error inputs")
