@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-DEFAULT_SAMPLES = 5
+DEFAULT_SAMPLES = 4
 
 # PyTorch's databases call deprecated functions, resize outputs and cast complex to real on purpose,
 # and eager warns in the same places as lazy: warnings are no part of what is compared here.

@@ -24,7 +24,7 @@ from .compare import seed, tensors_in
 from .conftest import Counts
 from .modules import MODULES, cases
 
-NUM_INPUTS = 6
+NUM_INPUTS = 4
 
 # Nothing is computed: another tensor for the same value.
 IGNORED = {"aten.detach.default", "aten.alias.default"}

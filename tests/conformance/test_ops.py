@@ -29,14 +29,14 @@ from .conftest import Counts
 # float32 gets as many samples as were asked for, each other data type a share of that.
 SHARES = {
     torch.float32: 1.0,
-    torch.float64: 0.4,
-    torch.bfloat16: 0.4,
-    torch.int64: 0.4,
-    torch.bool: 0.4,
-    torch.complex64: 0.4,
+    torch.float64: 0.5,
+    torch.bfloat16: 0.5,
+    torch.int64: 0.5,
+    torch.bool: 0.5,
+    torch.complex64: 0.5,
 }
 # Samples are picked evenly from the first of a list: some lists have a thousand.
-POOL = 48
+POOL = 32
 MAX_ERROR_INPUTS = 8
 
 # Operators whose values are those of fresh memory: types are compared, values are not.
