@@ -32,10 +32,11 @@ FACADE_OPS = (
     aten.rnn_relu.data,
 )
 
-# Composites that forget their out= argument when they meet a tensor subclass, and how to compute
-# what belongs there.
+# Composites that mishandle their out= argument when it is a tensor subclass (forget it, or ask whether
+# a view of it shares its storage, which wrappers can't answer), and how to compute what belongs there.
 _rank = aten.linalg_matrix_rank
-_IGNORED_OUT = (
+_MISHANDLED_OUT = (
+    (aten.matmul.default, aten.matmul.out),
     (_rank.default, _rank.out),
     (_rank.tol_tensor, _rank.out_tol_tensor),
     (_rank.atol_rtol_tensor, _rank.atol_rtol_tensor_out),
@@ -92,7 +93,7 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
     return {
         aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
         aten.dropout.default: dropout,
-        **{func: _through_functional(functional) for functional, func in _IGNORED_OUT},
+        **{func: _through_functional(functional) for functional, func in _MISHANDLED_OUT},
         aten.linalg_svdvals.default: linalg_svdvals,
         aten.linalg_eigvalsh.default: linalg_eigvalsh,
         aten.linalg_eigvals.default: linalg_eigvals,
@@ -102,6 +103,11 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
 
 def _through_functional(functional: Any) -> Callable[..., Any]:
     def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (*args, out)):
+            raise RuntimeError(
+                f"{functional}: functions with out=... arguments don't support automatic differentiation, "
+                "but one of the arguments requires grad."
+            )
         result = functional(*args, **kwargs)
         return out.resize_(result.shape).copy_(result)
 
