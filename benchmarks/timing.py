@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ import torch
 
 Turn = Callable[[], Mapping[str, float]]
 
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -65,10 +66,14 @@ class Spread(NamedTuple):
 
 @dataclass
 class Measurements:
-    """What turns measured: by name, one sample per round; and the reasons of turns that failed."""
+    """What turns measured: by name, one sample per round; and the reasons of turns that failed.
+
+    `others`: the part of the processor's time that other processes took meanwhile, see `Neighbours`.
+    """
 
     samples: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    others: float = 0.0
 
     def spread(self, name: str) -> Spread:
         """The spread of one measured number."""
@@ -151,6 +156,14 @@ class Peer:
         numbers: Mapping[str, float] = answer["numbers"]
         return numbers
 
+    def processor_seconds(self) -> float:
+        """What the process has used so far on all cores; 0 once it has ended."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
+
     def close(self) -> None:
         """End the process, whatever it is doing."""
         self._process.kill()
@@ -219,29 +232,24 @@ def machine() -> dict[str, str]:
 
 
 class Neighbours:
-    """How much of the processor others used during a run: what makes a run not worth keeping.
+    """How much of the processor others used while peers were measured: what makes a number doubtful."""
 
-    Counts as its own time what this process used, and the children that it has ended.
-    """
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter(), _busy_seconds(), _own_seconds()
+    def __init__(self, systems: Collection[Peer]) -> None:
+        self._systems = systems
+        self._start = time.perf_counter(), self._seconds_of_others()
 
     def share(self) -> float:
-        """The part of all cores' time, 0 to 1, that other processes took since the start."""
-        wall, busy, own = self._start
-        others = (_busy_seconds() - busy) - (_own_seconds() - own)
-        return max(others, 0.0) / ((time.perf_counter() - wall) * (os.cpu_count() or 1))
+        """The part of all cores' time, 0 to 1, that processes other than ours took since the start."""
+        wall, others = self._start
+        used = self._seconds_of_others() - others
+        return max(used, 0.0) / ((time.perf_counter() - wall) * (os.cpu_count() or 1))
 
-
-def _busy_seconds() -> float:
-    user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:]
-    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    def _seconds_of_others(self) -> float:
+        user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:]
+        busy = sum(map(int, (user, nice, system, irq, softirq))) / _CLOCK_TICKS
+        ours = os.times()  # its children are the peers that have ended
+        ours_ended = ours.user + ours.system + ours.children_user + ours.children_system
+        return busy - ours_ended - sum(peer.processor_seconds() for peer in self._systems)
 
 
 def _processor() -> str:
