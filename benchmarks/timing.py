@@ -234,7 +234,7 @@ def machine() -> dict[str, str]:
 class Neighbours:
     """How much of the processor others used while peers were measured: what makes a number doubtful."""
 
-    def __init__(self, systems: Collection[Peer]) -> None:
+    def __init__(self, systems: Collection[Peer] = ()) -> None:
         self._systems = systems
         self._start = time.perf_counter(), self._seconds_of_others()
 
