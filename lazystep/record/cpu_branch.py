@@ -11,6 +11,7 @@ missing shows up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,13 @@ import torch
 from ..program.types import TensorType
 
 aten = torch.ops.aten
+
+
+def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite's own C++ code. `func.decompose` would prefer a Python decomposition that is
+    meant for compilers and takes other steps than eager."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
 
 # Recurrent layers: they batch the input's products, and use oneDNN's LSTM, on the CPU only.
 FACADE_OPS = (
@@ -93,6 +101,7 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
     return {
         aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
         aten.dropout.default: dropout,
+        aten.matmul.default: matmul,
         **{func: _through_functional(functional) for functional, func in _MISHANDLED_OUT},
         aten.linalg_svdvals.default: linalg_svdvals,
         aten.linalg_eigvalsh.default: linalg_eigvalsh,
@@ -112,6 +121,21 @@ def _through_functional(functional: Any) -> Callable[..., Any]:
         return out.resize_(result.shape).copy_(result)
 
     return kernel
+
+
+def matmul(self: torch.Tensor, other: torch.Tensor) -> Any:
+    """A product with a batch of one is one large `mm` for tensor subclasses, and a `bmm` for others
+    unless the batch of one needs a gradient."""
+    if self.dim() >= 3 and other.dim() >= 3:
+        is_one = [math.prod(t.shape[:-2]) == 1 for t in (self, other)]
+        if is_one[0] != is_one[1]:
+            single = self if is_one[0] else other
+            if not (torch.is_grad_enabled() and single.requires_grad):
+                batch = torch.broadcast_shapes(self.shape[:-2], other.shape[:-2])
+                left = self.expand(*batch, *self.shape[-2:]).reshape(-1, *self.shape[-2:])
+                right = other.expand(*batch, *other.shape[-2:]).reshape(-1, *other.shape[-2:])
+                return aten._unsafe_view(torch.bmm(left, right), [*batch, self.shape[-2], other.shape[-1]])
+    return run_composite(aten.matmul.default, (self, other), {})
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> Any:

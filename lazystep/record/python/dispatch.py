@@ -15,6 +15,7 @@ import torch
 from ... import metrics
 from ...errors import DeviceMismatchError, UnsupportedError
 from ...program.types import TensorType, contiguous_stride, type_of
+from ..cpu_branch import run_composite
 from ..decide import Action, Decision, Operand, OpFacts, decide
 from ..handle import Handle, Storage, handle_of_host_tensor
 from ..host import eager_dispatch
@@ -248,12 +249,6 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # These end in a constructor that knows a fixed list of devices.
         return run_on_host(func, args, kwargs, "sparse tensor")
     return run_composite(func, args, kwargs)
-
-
-def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a composite's own C++ code. `func.decompose` would prefer a Python decomposition that is
-    meant for compilers and takes other steps than eager."""
-    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _run_now(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

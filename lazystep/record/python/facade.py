@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ..cpu_branch import run_composite
 from . import dispatch as front_end
 from .tensor import DEVICE, LazyTensor, set_metadata
 
@@ -96,7 +97,7 @@ def on_facades(func: Any) -> Callable[..., Any]:
         args, kwargs = tree_map(
             lambda arg: _Enter.apply(arg) if type(arg) is LazyTensor else arg, (args, kwargs)
         )
-        out = front_end.run_composite(func, args, kwargs)
+        out = run_composite(func, args, kwargs)
         return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
 
     return kernel

@@ -230,6 +230,9 @@ def _set_bits(tensor: torch.Tensor, type_: TensorType) -> None:
 
 def retype(tensor: LazyTensor, handle: Handle) -> None:
     """Let an existing tensor stand for another value, as `t_`, `resize_` and `.data = ...` do."""
+    old, new = tensor._handle.type, handle.type
+    if (old.conj, old.neg) != (new.conj, new.neg):
+        _set_bits(tensor, new)  # torch takes over metadata only between tensors that agree in these
     set_metadata(tensor, wrap(handle))
     tensor._handle = handle
 
