@@ -197,15 +197,15 @@ def rich_progress(seconds: float, num_steps: int | None) -> Iterator[Show]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     start = time.monotonic()
-    columns = "step {task.fields[step]}", "loss {task.fields[loss]:.3f}", "{task.fields[rate]:.1f} steps/s"
+    columns = "step {task.fields[step]}", "loss {task.fields[loss]}", "{task.fields[rate]:.1f} steps/s"
     in_flight = TextColumn("{task.fields[in_flight]} in flight")
     with Progress(BarColumn(), *map(TextColumn, columns), in_flight, TimeElapsedColumn()) as progress:
-        task = progress.add_task("", total=1.0, step=0, loss=float("nan"), rate=0.0, in_flight=0)
+        task = progress.add_task("", total=1.0, step=0, loss="-", rate=0.0, in_flight=0)
 
         def show(step: int, loss: float | None) -> None:
             elapsed = time.monotonic() - start
             done = max(elapsed / seconds, step / num_steps if num_steps else 0.0)
-            read = {} if loss is None else {"loss": loss}
+            read = {} if loss is None else {"loss": f"{loss:.3f}"}
             progress.update(
                 task, completed=done, step=step, rate=step / elapsed, in_flight=steps_in_flight(), **read
             )

@@ -86,11 +86,15 @@ class Run:
             failure = self._describe(error)
             self._fail(failure, error.position)
             return failure
+        self._deliver(tensors)
+        self._finish(RunState.DONE)
+        return None
+
+    def _deliver(self, tensors: list[torch.Tensor]) -> None:
+        # A frame of its own: whoever wakes when the run is done must not find a last output held here.
         for cell, tensor in zip(self._outputs, tensors, strict=True):
             if cell is not None:
                 cell.tensor = tensor
-        self._finish(RunState.DONE)
-        return None
 
     def abandon(self, reason: str) -> None:
         """End without having run."""
