@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 
 from ..program.program import Arg, Ref, ScalarRef
 from ..program.types import TensorType, type_of
-from .host import eager_dispatch
+from .host import eager_dispatch, serial_dispatch
 
 # Ops that move at most this many bytes are tried out on real zeros when first met.
 _PROBE_BYTES = 1 << 18
@@ -397,7 +397,7 @@ def _probe(
         tensors = _filled_sharing_storage(operands, value)
         storages = [t.untyped_storage()._cdata for t in tensors]
         try:
-            with eager_dispatch():
+            with serial_dispatch():
                 out = _call(decision.func, tensors, args, kwargs)
         except Exception as error:
             # It may well be a bad value (a singular matrix); what is said of types and of overlapping

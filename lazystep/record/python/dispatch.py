@@ -18,7 +18,7 @@ from ...program.types import TensorType, contiguous_stride, type_of
 from ..cpu_branch import run_composite
 from ..decide import Action, Decision, Operand, OpFacts, decide
 from ..handle import Handle, Storage, handle_of_host_tensor
-from ..host import eager_dispatch
+from ..host import eager_dispatch, serial_dispatch
 from ..recorder import Recorder
 from ..snapshot import preserve_snapshots
 from ..source import user_line
@@ -309,7 +309,7 @@ def _mismatch(
 
 def from_host(tensor: torch.Tensor) -> LazyTensor:
     """A lazy tensor with the values that a host tensor has now: they are copied."""
-    with eager_dispatch():
+    with serial_dispatch():
         return wrap(handle_of_host_tensor(tensor.detach().clone()))
 
 
@@ -439,7 +439,7 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return torch.device("cpu")
         return arg
 
-    with eager_dispatch():
+    with serial_dispatch():
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
         if written is None:
@@ -509,7 +509,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise _mismatch(func, args, kwargs, "src", source)
         if handle.pristine:
             assert handle.tensor is not None
-            with eager_dispatch():
+            with serial_dispatch():
                 handle.tensor.copy_(source)
             return target
         source = from_host(source)
@@ -534,7 +534,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _copy_to_host(func: Any, target: torch.Tensor, source: LazyTensor) -> torch.Tensor:
     metrics.count_synchronization("to host", user_line())
-    with _recorder.reading([source._handle]), eager_dispatch():
+    with _recorder.reading([source._handle]), serial_dispatch():
         func(target, source._handle.tensor)
     return target
 
@@ -544,7 +544,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     device = kwargs.get("device")
     if type(source) is not LazyTensor:
-        with eager_dispatch():
+        with serial_dispatch():
             moved = func(source, **{**kwargs, "device": torch.device("cpu"), "non_blocking": False})
             return wrap(handle_of_host_tensor(moved))
     if device is None or device.type == "lazy":
@@ -555,5 +555,5 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device
         )
     metrics.count_synchronization("to host", user_line())
-    with _recorder.reading([source._handle]), eager_dispatch():
+    with _recorder.reading([source._handle]), serial_dispatch():
         return func(source._handle.tensor, **kwargs)
