@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_closure import Gate
 from test_faults import run_script
 
@@ -61,15 +64,20 @@ def test_value_that_nobody_else_holds_is_not_copied() -> None:
     gate = Gate()
     seen: list[float] = []
     lazystep.add_step_closure(gate, run_async=True)
-    for step in range(3):
+    for step in range(60):  # so many that the interpreter specializes the code that counts references
         loss = (torch.ones(4) * step).to("lazy").sum()
         lazystep.add_step_closure(lambda x: seen.append(x.item()), (loss,), run_async=True)
         del loss
         lazystep.mark_step()
     gate.open.set()
     lazystep.flush_step_closures(30)
-    assert seen == [0.0, 4.0, 8.0]
+    assert seen == [4.0 * step for step in range(60)]
     assert count("snapshot_copies") == 0
+    held = torch.ones(4).to("lazy").sum()
+    lazystep.add_step_closure(lambda x: seen.append(x.item()), (held,), run_async=True)
+    lazystep.mark_step()
+    lazystep.flush_step_closures(30)
+    assert count("snapshot_copies") == 1
 
 
 def test_view_of_updated_memory_is_preserved() -> None:
@@ -345,3 +353,93 @@ def test_training_with_heavy_reporting_is_bitwise_the_same_as_without() -> None:
     assert torch.equal(quiet, reported)
     assert len(norms) == 20
     assert count("programs_executed") <= 21
+
+
+class Steps(RuleBasedStateMachine):
+    """Random sequences of adding, failing, blocking, marking and flushing, against two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.zeros(2).to("lazy")
+        self.num_steps = 0
+        self.added: list[tuple[str, int]] = []
+        self.seen: dict[str, list[tuple[int, float]]] = {"sync": [], "async": []}
+        self.expected: dict[str, list[tuple[int, float]]] = {"sync": [], "async": []}
+        self.failures_added = 0
+        self.failures = 0
+        self.gate: Gate | None = None
+        self.next = 0
+
+    @rule(kind=st.sampled_from(["sync", "async"]))
+    def add(self, kind: str) -> None:
+        n, self.next = self.next, self.next + 1
+
+        def closure(weight: torch.Tensor) -> None:
+            self.seen[kind].append((n, weight.sum().item()))
+
+        lazystep.add_step_closure(closure, (self.weight,), run_async=kind == "async")
+        self.added.append((kind, n))
+
+    @rule()
+    def fail(self) -> None:
+        def closure() -> None:
+            raise ArithmeticError("injected")
+
+        lazystep.add_step_closure(closure, run_async=True)
+        self.failures_added += 1
+
+    @precondition(lambda self: self.gate is None)
+    @rule()
+    def block(self) -> None:
+        self.gate = Gate()
+        lazystep.add_step_closure(self.gate, run_async=True)
+
+    @rule()
+    def mark(self) -> None:
+        self.weight.add_(1)
+        self.num_steps += 1
+        for kind, n in self.added:
+            self.expected[kind].append((n, 2.0 * self.num_steps))
+        self.added.clear()
+        self.failures += self.failures_added
+        self.failures_added = 0
+        try:
+            lazystep.mark_step()
+        except lazystep.ClosureError as error:
+            self.failures -= 1 + len(getattr(error, "__notes__", []))
+        assert self.seen["sync"] == self.expected["sync"]
+
+    @precondition(lambda self: self.gate is not None)
+    @rule()
+    def release(self) -> None:
+        assert self.gate is not None
+        self.gate.open.set()
+        self.gate = None
+
+    @precondition(lambda self: self.gate is None)
+    @rule()
+    def flush(self) -> None:
+        try:
+            lazystep.flush_step_closures(30)
+        except lazystep.ClosureError as error:
+            self.failures -= 1 + len(getattr(error, "__notes__", []))
+        assert self.failures == 0
+        assert self.seen == self.expected
+
+    @invariant()
+    def order_and_values_are_kept(self) -> None:
+        seen = self.seen["async"]
+        assert seen == self.expected["async"][: len(seen)]
+
+    def teardown(self) -> None:
+        if self.gate is not None:
+            self.release()
+        self.mark()
+        self.flush()
+        assert self.weight.tolist() == [float(self.num_steps)] * 2
+
+
+Steps.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSteps = Steps.TestCase

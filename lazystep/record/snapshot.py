@@ -63,10 +63,10 @@ class Snapshot:
                     raise handle.storage.error
                 if handle.tensor is None:
                     raise next(run.error for run in self._runs if run.error is not None)
-                if _num_references(handle) == _NUM_OWN_REFERENCES:
-                    self._tensor = handle.tensor
-                else:
-                    self._tensor = _copy(handle.tensor)
+                # Counted in this frame: what a call to a Python function holds changes as it gets hot.
+                references = sys.getrefcount(handle), sys.getrefcount(handle.storage)
+                is_ours_alone = references == _OWN_REFERENCES
+                self._tensor = handle.tensor if is_ours_alone else _copy(handle.tensor)
             return self._tensor
 
 
@@ -88,15 +88,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-def _num_references(handle: Handle) -> int:
-    """How many places hold this value or other views of its memory."""
-    return sys.getrefcount(handle) + sys.getrefcount(handle.storage)
-
-
-def _count_own_references() -> int:
-    # Measured, not assumed: how many references a call takes differs between Python releases.
+def _count_own_references() -> tuple[int, int]:
+    # Measured, not assumed: how many references an expression holds differs between Python releases.
     handle = Handle(None, Storage(0))  # type: ignore[arg-type]
-    return _num_references(handle)
+    return sys.getrefcount(handle), sys.getrefcount(handle.storage)
 
 
-_NUM_OWN_REFERENCES = _count_own_references()
+_OWN_REFERENCES = _count_own_references()
