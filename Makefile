@@ -20,6 +20,7 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.recording
+	$(BIN)/python -m benchmarks.closures
 
 format: $(STAMP)
 	$(BIN)/ruff format .
