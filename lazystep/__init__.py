@@ -14,7 +14,15 @@ step up in a cache, hands it to the executor thread and returns.
 
 from . import closure, config, debug, metrics, report
 from ._version import __version__
-from .barrier import mark_step, run_step_closures, save, sync_multi, to_cpu, wait_device_ops
+from .barrier import (
+    mark_step,
+    run_step_closures,
+    save,
+    sync_multi,
+    to_cpu,
+    wait_device_ops,
+    wait_for_compile,
+)
 from .errors import (
     ClosureError,
     ConfigError,
@@ -26,6 +34,7 @@ from .errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
+from .notices import LazyStepWarning
 from .record.python.tensor import get_tensor_id
 from .step_closures import add_step_closure, flush_step_closures, get_device_context, step_closure
 
@@ -35,6 +44,7 @@ __all__ = [
     "DeviceMismatchError",
     "ForkError",
     "LazyStepError",
+    "LazyStepWarning",
     "QueueFullError",
     "StepError",
     "UnsupportedError",
@@ -56,4 +66,5 @@ __all__ = [
     "sync_multi",
     "to_cpu",
     "wait_device_ops",
+    "wait_for_compile",
 ]

@@ -21,10 +21,10 @@ from . import metrics
 from .compile.programs import ProgramCache, Variant
 from .config import settings
 from .errors import LazyStepError, StepError
-from .execute.executable import Executable
 from .execute.executor import Executor, report_dropped
-from .execute.reference import ReferenceExecutable
+from .execute.openmp import release_pool
 from .execute.run import Cell, Run
+from .notices import give_notices, print_notices
 from .program.program import Program
 from .record import device
 from .record.assemble import assemble
@@ -33,6 +33,7 @@ from .record.recorder import Cut, KnownRecording, Recorder
 from .record.snapshot import preserve_snapshots
 from .record.source import user_line
 from .step_closures import DeviceContext, check_device, get_device_context, report_at_exit
+from .tiers import TieredExecutable, Tiers, wait_for_builds
 
 
 class Runtime:
@@ -40,8 +41,9 @@ class Runtime:
 
     def __init__(self) -> None:
         self.recorder = Recorder()
-        self.programs: ProgramCache[KnownRecording, Executable] = ProgramCache()
+        self.programs: ProgramCache[KnownRecording, TieredExecutable] = ProgramCache()
         self.executor = Executor()
+        self.tiers = Tiers()
         self.num_steps = 0
         self.last_program: Program | None = None
         self.is_forked = False
@@ -103,10 +105,11 @@ class Runtime:
         metrics.count("instructions_recorded", len(recording.entries) - len(recording.inputs))
         metrics.add_seconds("recording", time.perf_counter() - recording.started)
         recording.release()
+        release_pool()
         self.executor.submit(run)
         return run
 
-    def _find_program(self, known: KnownRecording, cut: Cut) -> Variant[Executable]:
+    def _find_program(self, known: KnownRecording, cut: Cut) -> Variant[TieredExecutable]:
         outputs = tuple(index for index, _ in cut.live)
         variant = self.programs.find(known, outputs)
         if variant is not None:
@@ -114,7 +117,7 @@ class Runtime:
             return variant
         metrics.count("cache_misses")
         program = assemble(known.entries, known.sources, outputs)
-        variant = Variant(outputs, ReferenceExecutable(program))
+        variant = Variant(outputs, TieredExecutable(program, self.tiers))
         self.programs.add(known, variant, settings.program_cache_size)
         return variant
 
@@ -176,11 +179,13 @@ class Runtime:
         if self.is_forked:
             return
         context = get_device_context()
+        self.tiers.close()
         try:
             report_dropped(self.executor.close(settings.exit_timeout))
             dropped = context.close(settings.exit_timeout)
             failures = [*self.executor.take_failures(), *context.async_handler.take_failures()]
             report_at_exit(dropped, failures)
+            print_notices()
         except KeyboardInterrupt:
             return
         if failures:
@@ -261,6 +266,7 @@ def mark_step(device: str = "", wait: bool = False) -> None:
     context.run_closures()
     runtime.raise_failures()
     context.async_failures()
+    give_notices(stacklevel=2)
 
 
 def run_step_closures() -> DeviceContext:
@@ -282,6 +288,23 @@ def wait_device_ops(devices: Any = None) -> None:
         check_device(name)
     runtime.executor.wait_idle()
     runtime.raise_failures()
+
+
+def wait_for_compile(timeout: float | None = None) -> bool:
+    """Block until every build that has been asked for is ready: from then on those steps run natively.
+
+    For benchmarks and short jobs; a training loop has no need to call it. Waits for queued steps first,
+    since they ask for builds. False if `timeout` seconds were not enough (setting `build_timeout` if
+    it is None); a build that fails ends the wait too. Raises what failed in queued steps.
+
+        for _ in range(5): train_step()
+        lazystep.wait_for_compile()
+    """
+    runtime.executor.wait_idle()
+    runtime.raise_failures()
+    is_idle = wait_for_builds(runtime.tiers, settings.build_timeout if timeout is None else timeout)
+    give_notices(stacklevel=2)
+    return is_idle
 
 
 def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Any] = ()) -> None:

@@ -46,6 +46,11 @@ def _one_of(*choices: str) -> Callable[[str], None]:
     return check
 
 
+def _check_period(value: str) -> None:
+    if value not in ("off", "first") and not (value.isdigit() and int(value) > 0):
+        raise ValueError("expected off, first or a number of runs")
+
+
 def _any(value: object) -> None:
     del value
 
@@ -69,6 +74,29 @@ class Settings:
     )
     wait_timeout: float = _setting(
         1800.0, "Seconds that a read or barrier waits for the executor before it raises.", float, _positive
+    )
+    tier: str = _setting(
+        "auto",
+        "auto: reference first, native when built; reference: never build; native: wait for builds.",
+        str,
+        _one_of("auto", "reference", "native"),
+    )
+    build_after: int = _setting(3, "A program is built when it has run this many times.", int, _positive)
+    max_libraries: int = _setting(
+        32, "Libraries loaded at once; programs beyond stay on the reference executable.", int, _positive
+    )
+    check_native: str = _setting(
+        "first",
+        "Compare native results with the reference: off, first (run of a library), or every N runs.",
+        str,
+        _check_period,
+    )
+    build_timeout: float = _setting(
+        900.0, "Seconds that one build may take before it is given up.", float, _positive
+    )
+    cache_dir: str = _setting("", "Where libraries are kept; empty: the user's cache directory.", str, _any)
+    cache_size: int = _setting(
+        2_000_000_000, "Bytes of libraries kept on disk; the least recently used go first.", int, _positive
     )
     max_async_queue: int = _setting(
         100,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# The reference executable unless a test asks for more: bit for bit eager, and nothing in the background.
+os.environ.setdefault("LAZYSTEP_TIER", "reference")
 
 import lazystep
 from lazystep import config

@@ -24,8 +24,13 @@ class Executable(Protocol):
 
 
 class InstructionError(Exception):
-    """An op of a program failed. `__cause__` is its error; instructions before `position` have run."""
+    """An op of a program failed. `__cause__` is its error.
 
-    def __init__(self, position: int) -> None:
+    Instructions before `position` have run; with `all_started`, as a library runs them in an order
+    of its own, any may have.
+    """
+
+    def __init__(self, position: int, all_started: bool = False) -> None:
         super().__init__(position)
         self.position = position
+        self.all_started = all_started

@@ -84,7 +84,8 @@ class Run:
             tensors = self.executable.run(inputs, self._scalars)
         except InstructionError as error:
             failure = self._describe(error)
-            self._fail(failure, error.position)
+            last = len(self.executable.program.instructions)
+            self._fail(failure, last if error.all_started else error.position)
             return failure
         self._deliver(tensors)
         self._finish(RunState.DONE)
@@ -120,8 +121,9 @@ class Run:
     def _describe(self, error: InstructionError) -> StepError:
         instruction = self.executable.program.instructions[error.position]
         cause = error.__cause__
+        native = " (native)" if error.all_started else ""
         failure = StepError(
-            f"step {self.step} failed in {instruction.op}, recorded at {instruction.where}: "
+            f"step {self.step}{native} failed in {instruction.op}, recorded at {instruction.where}: "
             f"{type(cause).__name__}: {cause}"
         )
         failure.__cause__ = cause

@@ -115,6 +115,15 @@ def _refs(args: tuple[Arg, ...]) -> Iterator[int]:
             yield from _refs(arg)
 
 
+def slots_of(arg: Arg) -> Iterator[int]:
+    """The scalar slots in an argument."""
+    if type(arg) is ScalarRef:
+        yield arg.slot
+    elif type(arg) is tuple:
+        for a in arg:
+            yield from slots_of(a)
+
+
 def map_args(arg: Arg, change: Callable[[Arg], Arg]) -> Arg:
     """`arg` with `change` applied to every leaf: references, scalars and literals."""
     return tuple(map_args(a, change) for a in arg) if type(arg) is tuple else change(arg)
@@ -135,6 +144,11 @@ class Program:
         from .printer import to_text
 
         return to_text(self)
+
+    def used_slots(self) -> set[int]:
+        """The scalars that an instruction still takes: pruning leaves slots that nobody reads."""
+        arguments = [a for i in self.instructions for a in (*i.args, *(arg for _, arg in i.kwargs))]
+        return {slot for arg in arguments for slot in slots_of(arg)}
 
     def storage_writes(self) -> dict[int, int]:
         """Input storages that are written: storage number to the first instruction that writes it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .program import Arg, Program, ScalarRef
+from .program import Program, slots_of
 
 
 def verify(program: Program) -> Program:
@@ -36,7 +36,7 @@ def verify(program: Program) -> Program:
         for result in instruction.results:
             _check(result is None or result in defined, where, f"result %{result} is not defined")
         for argument in (instruction.args, *(arg for _, arg in instruction.kwargs)):
-            _collect_slots(argument, slots)
+            slots += slots_of(argument)
 
     for slot in slots:
         _check(0 <= slot < len(program.scalars), "scalars", f"slot {slot} does not exist")
@@ -52,14 +52,6 @@ def verify(program: Program) -> Program:
         room = program.storages[storage].nbytes
         _check(type_.extent <= room, f"%{value}", f"{type_} reaches past its storage of {room} bytes")
     return program
-
-
-def _collect_slots(arg: Arg, slots: list[int]) -> None:
-    if type(arg) is ScalarRef:
-        slots.append(arg.slot)
-    elif type(arg) is tuple:
-        for a in arg:
-            _collect_slots(a, slots)
 
 
 def _check(condition: bool, where: str, what: str) -> None:

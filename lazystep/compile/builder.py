@@ -1,0 +1,327 @@
+"""Building libraries in the background: a queue, a thread that serves it, a process that compiles.
+
+The thread looks a program up on disk, and has it built if it is not there. The process starts on first
+need and stays warm. If it crashes it is started again, a few times; at exit it is killed, since
+nothing that it has not delivered is worth waiting for.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import metrics
+from ..config import settings
+from ..notices import notice
+from ..program.program import Program
+from ..program.serialize import NotPlainError, to_json
+from .cache import CacheError, Library, LibraryCache, cache_directory
+from .key import NoCompilerError, environment, inductor_options, library_key
+
+_MAX_CRASHES = 3
+_POLL_SECONDS = 0.2
+
+
+class BuildError(Exception):
+    """A program was not built. `kind` is one word, for counters; the message says why."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A program to be built for these fixed scalars and threads. `deliver` is called on the build thread."""
+
+    program: Program
+    fixed: Mapping[int, Any]
+    num_threads: int
+    deliver: Callable[[Library | BuildError], None]
+
+
+class Builder:
+    """Takes requests from any thread. One per process."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._queue: collections.deque[Request] = collections.deque()
+        self._current: Request | None = None
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._num_crashes = 0
+        self._num_requests = 0
+        self._cache: LibraryCache | None = None
+        self._cache_for: Path | None = None
+        self._own_directory: Path | None = None
+
+    # -- anybody's side ----------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a build. Never waits."""
+        with self._condition:
+            if self._closed:
+                return
+            self._queue.append(request)
+            metrics.count("builds_requested")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="lazystep-builder", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Block until every requested build has ended; False if that takes longer than `timeout`."""
+        with self._condition:
+            return self._condition.wait_for(self._is_idle, timeout)
+
+    @property
+    def num_pending(self) -> int:
+        """Builds that are queued or running."""
+        return len(self._queue) + (self._current is not None)
+
+    def find(self, program: Program, fixed: Mapping[int, Any], num_threads: int) -> Library | None:
+        """The library of a program if it is on disk. Reads the disk, builds nothing, raises nothing."""
+        try:
+            cache = self._open_cache()
+            library = self._look_up(cache, library_key(to_json(program), fixed, num_threads))
+        except (NoCompilerError, NotPlainError, CacheError, OSError, subprocess.SubprocessError):
+            return None  # a build, if it comes to one, will say so
+        metrics.count("disk_hits" if library is not None else "disk_misses")
+        return library
+
+    def mark_checked(self, library: Library) -> None:
+        """Remember on disk that this library agreed with the reference."""
+        if self._cache is not None:
+            self._cache.mark_checked(library.key)
+
+    def close(self) -> None:
+        """Stop building at once: kills the process and its compilers, drops what is queued."""
+        with self._condition:
+            self._closed = True
+            self._queue.clear()
+            self._condition.notify_all()
+        self._kill()
+        if self._own_directory is not None:
+            shutil.rmtree(self._own_directory, ignore_errors=True)
+
+    def _is_idle(self) -> bool:
+        return self._closed or self.num_pending == 0
+
+    # -- the build thread's side -------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue and not self._closed:
+                    self._condition.wait()
+                if self._closed:
+                    return
+                request = self._current = self._queue.popleft()
+            result: Library | BuildError | None
+            try:
+                result = self._serve(request)
+            except BuildError as error:
+                result = error
+            except Exception as error:
+                result = BuildError("internal", f"{type(error).__name__}: {error}")
+            if isinstance(result, BuildError) and not self._closed:
+                metrics.count("builds_failed")
+                metrics.count(f"builds_failed:{result.kind}")
+            if result is not None and not self._closed:
+                request.deliver(result)
+            with self._condition:
+                self._current = None
+                if result is None:  # another process is building it: ask again later
+                    self._queue.append(request)
+                self._condition.notify_all()
+                if result is None:
+                    self._condition.wait(_POLL_SECONDS)
+            del request, result
+
+    def _serve(self, request: Request) -> Library | None:
+        """The library, found or built. None if another process builds it just now."""
+        try:
+            text = to_json(request.program)
+            key = library_key(text, request.fixed, request.num_threads)
+        except NotPlainError as error:
+            raise BuildError("not_plain", f"a program with {error} can't be sent to the builder") from None
+        except NoCompilerError as error:
+            notice("no compiler", str(error))
+            raise BuildError("no_compiler", str(error)) from None
+        try:
+            cache = self._open_cache()
+            with cache.building(key) as may_build:
+                if not may_build:
+                    return None
+                return self._look_up(cache, key) or self._build(cache, request, text, key)
+        except CacheError as error:
+            # It was there a moment ago: read-only, full or deleted since. Go on without it.
+            self._use_own_directory(str(error))
+            cache = self._open_cache()
+            return self._build(cache, request, text, key)
+
+    def _open_cache(self) -> LibraryCache:
+        directory = self._own_directory or cache_directory()
+        if self._cache is None or self._cache_for != directory:
+            try:
+                self._cache = LibraryCache.open(directory)
+                self._cache_for = directory
+            except CacheError as error:
+                self._use_own_directory(str(error))
+                return self._open_cache()
+        return self._cache
+
+    def _use_own_directory(self, why: str) -> None:
+        if self._own_directory is not None:
+            raise BuildError("cache", why)
+        notice("cache", f"{why}. Libraries of this process are kept in a temporary directory")
+        metrics.count("cache_unusable")
+        try:
+            self._own_directory = Path(tempfile.mkdtemp(prefix="lazystep-"))
+        except OSError as error:
+            raise BuildError("cache", f"{why}; and no temporary directory: {error}") from error
+
+    def _look_up(self, cache: LibraryCache, key: str) -> Library | None:
+        try:
+            return cache.find(key)
+        except CacheError as error:
+            notice("damaged", f"{error}; it is built anew")
+            metrics.count("cache_entries_damaged")
+            cache.remove(key)
+            return None
+
+    def _build(self, cache: LibraryCache, request: Request, text: str, key: str) -> Library:
+        directory = cache.temporary_directory()
+        metrics.count("builds_started")
+        try:
+            answer = self._ask(cache, request, text, directory)
+            if "error" in answer:
+                raise BuildError(answer["kind"], answer["error"])
+            manifest = {
+                **environment(),
+                "options": inductor_options(request.num_threads),
+                "num_threads": request.num_threads,
+                "fixed": {slot: repr(value) for slot, value in request.fixed.items()},
+                "proxy_ops": answer["proxy_ops"],
+                "build_seconds": answer["seconds"],
+                "program": str(request.program),
+            }
+            library = cache.publish(key, directory, manifest)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        metrics.count("builds_succeeded")
+        metrics.add_seconds("building", answer["seconds"])
+        return library
+
+    # -- the process -------------------------------------------------------------------------------
+
+    def _ask(self, cache: LibraryCache, request: Request, text: str, directory: Path) -> dict[str, Any]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start(cache)
+        self._num_requests += 1
+        question = {
+            "id": self._num_requests,
+            "program": text,
+            "fixed": {slot: _number_text(value) for slot, value in request.fixed.items()},
+            "num_threads": request.num_threads,
+            "options": inductor_options(request.num_threads),
+            "directory": str(directory),
+        }
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            line = self._read_line(process)
+        except (OSError, EOFError) as error:
+            self._num_crashes += 1
+            self._kill()
+            if self._num_crashes >= _MAX_CRASHES:
+                notice(
+                    "crashes", f"the builder process died {self._num_crashes} times; nothing more is built"
+                )
+            raise BuildError("crash", f"the builder process died ({error})") from error
+        except TimeoutError as error:
+            self._kill()
+            raise BuildError("timeout", str(error)) from error
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _start(self, cache: LibraryCache) -> subprocess.Popen[bytes]:
+        if self._num_crashes >= _MAX_CRASHES:
+            raise BuildError("crash", f"the builder process has died {self._num_crashes} times")
+        environ = dict(os.environ)
+        # Its own: entries of other programs that use Inductor must not get in, nor ours out.
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.root / "inductor")
+        # The package may stand outside of the path that a new interpreter has.
+        package_root = str(Path(__file__).parents[2])
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environ.get("PYTHONPATH")]))
+        environ["OMP_NUM_THREADS"] = "1"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lazystep.compile.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environ,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BuildError("system", f"the builder process can't be started: {error}") from error
+        metrics.count("builder_starts")
+        if self._closed:  # closed while it was starting
+            self._kill()
+        return self._process
+
+    def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        assert process.stdout is not None
+        deadline = time.monotonic() + settings.build_timeout
+        descriptor = process.stdout.fileno()
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"the build took more than {settings.build_timeout:g} s (setting build_timeout)"
+                    )
+                if selector.select(min(left, 1.0)):
+                    chunk = os.read(descriptor, 65536)
+                    if not chunk:
+                        raise EOFError(f"exit status {process.wait(5)}")
+                    line += chunk
+        return line
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            process.kill()
+        process.wait(5)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # a request that it never read
+                    pipe.close()
+
+
+def _number_text(value: Any) -> str:
+    return f"{type(value).__name__}:{value.hex() if isinstance(value, float) else value}"

@@ -1,0 +1,249 @@
+"""Libraries on disk, in the user's cache directory: built once, loaded by every later process.
+
+An entry is a directory named by its key, with the library, the proxy executor's node list where there
+is one, and a manifest. It is written under a temporary name, synced and renamed, so that a process
+that is killed at any moment leaves either the whole entry or none. Whoever can write here can run code
+as the user: a directory that belongs to somebody else, is a symlink, or is writable by others is not
+used. A digest of every file is compared before an entry is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import filelock
+import platformdirs
+
+from ..config import settings
+
+LIBRARY = "step.so"
+_MANIFEST = "manifest.json"
+_CHECKED = "checked"  # an empty file: a first run has been compared with the reference
+_STALE_SECONDS = 24 * 3600.0
+
+
+class CacheError(Exception):
+    """The cache directory can't be used, or an entry is not what it says it is."""
+
+
+class Library(NamedTuple):
+    """A library that can be loaded."""
+
+    path: Path
+    key: str
+    is_checked: bool
+    proxy_ops: tuple[str, ...]
+
+
+class Entry(NamedTuple):
+    """An entry as `lazystep cache` lists it."""
+
+    key: str
+    nbytes: int
+    last_used: float
+    manifest: Mapping[str, Any]
+
+
+def cache_directory() -> Path:
+    """Where libraries are kept: the setting `cache_dir`, or the user's cache directory."""
+    return Path(settings.cache_dir or platformdirs.user_cache_dir("lazystep")).absolute()
+
+
+class LibraryCache:
+    """The libraries in one directory. Every method may be called from any thread and process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._entries = root / "libraries"
+        self._temporary = root / "temporary"
+
+    @classmethod
+    def open(cls, root: Path) -> LibraryCache:
+        """The cache in `root`, made if it is not there. Raises `CacheError` if it must not be used."""
+        cache = cls(root)
+        try:
+            for directory in (root, cache._entries, cache._temporary):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                check_private(directory)
+            cache._remove_stale()
+        except OSError as error:
+            raise CacheError(f"the cache directory {root} can't be used: {error}") from error
+        return cache
+
+    def find(self, key: str) -> Library | None:
+        """The library of `key`, verified; None if there is none. Raises `CacheError` if it is damaged."""
+        entry = self._entries / key
+        if not entry.exists():
+            return None
+        try:
+            manifest = self._verify(entry)
+            with contextlib.suppress(OSError):
+                os.utime(entry)  # when it was used last, for eviction
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CacheError(f"the cache entry {key} is damaged ({error})") from error
+        is_checked = (entry / _CHECKED).exists()
+        return Library(entry / LIBRARY, key, is_checked, tuple(manifest["proxy_ops"]))
+
+    def temporary_directory(self) -> Path:
+        """A new private directory on the same file system, to build in."""
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._temporary))
+        except OSError as error:
+            raise CacheError(f"the cache directory {self.root} can't be written: {error}") from error
+
+    def publish(self, key: str, built: Path, manifest: Mapping[str, Any]) -> Library:
+        """Make what lies in `built` the entry of `key`, in one piece, and evict what is too much."""
+        try:
+            names = [name for name in (LIBRARY, "step.json") if (built / name).exists()]
+            keep = self.temporary_directory()
+            for name in names:
+                os.replace(built / name, keep / name)
+                _sync(keep / name)
+            described = {**manifest, "key": key, "created": time.time()}
+            described["files"] = {name: _digest(keep / name) for name in names}
+            (keep / _MANIFEST).write_text(json.dumps(described, indent=1))
+            _sync(keep / _MANIFEST)
+            _sync(keep)
+            self.remove(key)
+            with contextlib.suppress(FileExistsError):  # another process was faster: as good
+                os.replace(keep, self._entries / key)
+            _sync(self._entries)
+        except OSError as error:
+            raise CacheError(f"the cache directory {self.root} can't be written: {error}") from error
+        self.evict(settings.cache_size, keep=key)
+        library = self.find(key)
+        if library is None:
+            raise CacheError(f"the cache entry {key} has disappeared from {self.root}")
+        return library
+
+    def mark_checked(self, key: str) -> None:
+        """Remember that the library agreed with the reference executable on this machine."""
+        with contextlib.suppress(OSError):
+            (self._entries / key / _CHECKED).touch()
+
+    def remove(self, key: str) -> None:
+        """Remove an entry, in one piece: it is renamed away first."""
+        entry = self._entries / key
+        if entry.is_dir() and not entry.is_symlink():
+            trash = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._temporary))
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                os.replace(entry, trash / key)
+            shutil.rmtree(trash, ignore_errors=True)
+
+    def evict(self, limit: int, keep: str = "") -> list[str]:
+        """Remove the least recently used entries until `limit` bytes are left; the keys removed."""
+        entries = sorted(self.entries(), key=lambda entry: entry.last_used)
+        total = sum(entry.nbytes for entry in entries)
+        removed = []
+        for entry in entries:
+            if total <= limit:
+                break
+            if entry.key != keep:
+                self.remove(entry.key)
+                removed.append(entry.key)
+                total -= entry.nbytes
+        return removed
+
+    def entries(self) -> list[Entry]:
+        """All entries, damaged ones too (with an empty manifest)."""
+        found = []
+        for path in sorted(self._entries.iterdir()) if self._entries.is_dir() else ():
+            try:
+                manifest = json.loads((path / _MANIFEST).read_text())
+            except (OSError, ValueError):
+                manifest = {}
+            with contextlib.suppress(OSError):  # removed meanwhile
+                nbytes = sum(file.stat().st_size for file in path.iterdir())
+                found.append(Entry(path.name, nbytes, path.stat().st_mtime, manifest))
+        return found
+
+    @contextlib.contextmanager
+    def building(self, key: str) -> Iterator[bool]:
+        """Hold the right to build `key`; False if another process has it. Ends with the process."""
+        # An operating system's lock, not the file's existence: no lock outlives its holder.
+        lock = filelock.FileLock(self._temporary / f"{key}.lock", mode=0o600)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            yield False
+            return
+        except OSError as error:
+            raise CacheError(f"the cache directory {self.root} can't be written: {error}") from error
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def _verify(self, entry: Path) -> Mapping[str, Any]:
+        check_private(entry)
+        manifest: Mapping[str, Any] = json.loads((entry / _MANIFEST).read_text())
+        if manifest["key"] != entry.name:
+            raise ValueError("it was made for another key")
+        if LIBRARY not in manifest["files"]:
+            raise ValueError("there is no library in it")
+        for name, digest in manifest["files"].items():
+            if os.path.basename(name) != name or _digest(entry / name) != digest:
+                raise ValueError(f"the digest of {name} is wrong")
+        return manifest
+
+    def verify(self, key: str) -> str:
+        """What is wrong with an entry; empty if nothing is."""
+        try:
+            self._verify(self._entries / key)
+        except (CacheError, OSError, ValueError, KeyError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _remove_stale(self) -> None:
+        """What a killed process left behind."""
+        for path in self._temporary.iterdir():
+            pid = path.name.partition("-")[0]
+            with contextlib.suppress(OSError):
+                is_old = time.time() - path.stat().st_mtime > _STALE_SECONDS
+                is_orphan = path.is_dir() and pid.isdigit() and not _is_running(int(pid))
+                if path.is_dir() and (is_old or is_orphan):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def check_private(directory: Path) -> None:
+    """Raise `CacheError` unless only the user can write to `directory`."""
+    status = os.lstat(directory)
+    if stat.S_ISLNK(status.st_mode):
+        raise CacheError(f"{directory} is a symlink; libraries are not loaded through one")
+    if status.st_uid != os.geteuid():
+        raise CacheError(f"{directory} belongs to another user (uid {status.st_uid})")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CacheError(f"{directory} can be written by others; chmod 700 {directory}")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""A program as an FX graph that Inductor compiles: the same instructions, without mutation.
+
+The instructions are run once on fake tensors, in order, with eager's aliasing, under torch's
+functionalization: it turns in-place ops into plain ones and writes each mutated input back once, at
+the end, where Inductor updates the buffer in place. Inputs, outputs and scalars are laid out by the
+program's `Signature`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve_op
+from ..program.signature import Signature
+from ..program.types import TensorType
+from .scalars import FreeScalar, base_name, call_with_scalars, expand_foreach, run_plain
+
+# The CPU kernel writes the running statistics without saying so in its schema.
+_HONEST = {"aten.native_batch_norm.default": "aten._native_batch_norm_legit.default"}
+# Aliases that would cost a copy after functionalization.
+_TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class LoweringError(Exception):
+    """An instruction can't be lowered. The message names its op; the cause is torch's error."""
+
+
+def lower(
+    program: Program, signature: Signature, fixed: Mapping[int, Any]
+) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """The graph of the program and fake example inputs for it."""
+
+    def step(*flat: torch.Tensor) -> list[torch.Tensor]:
+        return _Interpreter(program, signature, fixed, flat).run()
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = [_example(argument.type) for argument in signature.arguments]
+        if signature.floats:
+            inputs.append(torch.empty(len(signature.floats), dtype=torch.float64))
+        if signature.ints:
+            inputs.append(torch.empty(len(signature.ints), dtype=torch.int64))
+    functional = torch.func.functionalize(step, remove="mutations")
+    with mode, torch.no_grad():
+        graph = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    _drop_aliases(graph)
+    return graph, inputs
+
+
+def _example(type_: TensorType) -> torch.Tensor:
+    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
+
+
+class _Interpreter:
+    """Runs the instructions on (functional, fake) tensors."""
+
+    def __init__(
+        self,
+        program: Program,
+        signature: Signature,
+        fixed: Mapping[int, Any],
+        flat: Sequence[torch.Tensor],
+    ) -> None:
+        self._program = program
+        self._returned = signature.returned
+        self._tensors: dict[int, torch.Tensor] = {}
+        arguments, rest = flat[: len(signature.arguments)], list(flat[len(signature.arguments) :])
+        memory = {}
+        for argument, tensor in zip(signature.arguments, arguments, strict=True):
+            memory[argument.storage] = (tensor, argument.is_flat)
+        for value in program.inputs:
+            type_, storage = program.values[value]
+            if storage not in memory:
+                continue  # nothing uses it
+            tensor, is_flat = memory[storage]
+            if is_flat:
+                tensor = tensor.as_strided(type_.shape, type_.stride, type_.offset)
+            self._tensors[value] = tensor
+        self._scalars: dict[int, Any] = dict(fixed)
+        for slots, kind in ((signature.floats, float), (signature.ints, int)):
+            if slots:
+                vector = rest.pop(0)
+                self._scalars |= {slot: FreeScalar(vector[n], kind) for n, slot in enumerate(slots)}
+
+    def run(self) -> list[torch.Tensor]:
+        """Run every instruction; the values that the signature returns."""
+        for instruction in self._program.instructions:
+            try:
+                self._run_instruction(instruction)
+            except Exception as error:
+                raise LoweringError(f"{instruction.op}: {type(error).__name__}: {error}") from error
+        return [self._tensors[value] for value in self._returned]
+
+    def _run_instruction(self, instruction: Instruction) -> None:
+        if instruction.rebinds:
+            raise NotImplementedError("the op changes the shape of an argument in place")
+        args = [self._fill(arg) for arg in instruction.args]
+        kwargs = {name: self._fill(arg) for name, arg in instruction.kwargs}
+        out = self._call(instruction, args, kwargs)
+        flat = list(out) if isinstance(out, (tuple, list)) else [out]
+        arguments = set(instruction.reads())
+        for value, tensor in zip(instruction.results, flat, strict=False):
+            if value is None or value in arguments:
+                continue
+            declared, storage = self._program.values[value]
+            if tuple(tensor.shape) != declared.shape or tensor.dtype != declared.dtype:
+                raise TypeError(f"gives {list(tensor.shape)} {tensor.dtype}, recorded was {declared}")
+            is_view = any(self._program.values[a].storage == storage for a in arguments)
+            if not is_view:
+                tensor = _with_strides(tensor, declared)
+            self._tensors[value] = tensor
+
+    def _call(self, instruction: Instruction, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        results = [v for v in instruction.results if v is not None]
+        has_free = any(_has_free(arg) for arg in (*args, *kwargs.values()))
+        if has_free:
+            elements = expand_foreach(instruction.op, args, kwargs)
+            if elements is not None:
+                name, in_place = base_name(instruction.op), bool(instruction.writes)
+                values = results or [a.value for a in instruction.args[0]]
+                dtypes = [self._program.values[v].type.dtype for v in values]
+                return [run_plain(name, e, in_place, d) for e, d in zip(elements, dtypes, strict=True)]
+            return call_with_scalars(instruction, args, kwargs, self._program.values[results[0]].type.dtype)
+        return resolve_op(_HONEST.get(instruction.op, instruction.op))(*args, **kwargs)
+
+    def _fill(self, arg: Arg) -> Any:
+        if type(arg) is Ref:
+            return self._tensors[arg.value]
+        if type(arg) is ScalarRef:
+            return self._scalars[arg.slot]
+        return [self._fill(a) for a in arg] if type(arg) is tuple else arg
+
+
+def _has_free(arg: Any) -> bool:
+    return type(arg) is FreeScalar or (isinstance(arg, list) and any(_has_free(a) for a in arg))
+
+
+def _with_strides(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
+    """A new tensor in the layout that was recorded: what a later `view` or an output relies on."""
+    strides = zip(declared.shape, tensor.stride(), declared.stride, strict=True)
+    if all(n == 1 or s == t for n, s, t in strides) or tensor.numel() == 0:
+        return tensor
+    copy = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype)
+    return copy.copy_(tensor)
+
+
+def _drop_aliases(graph: torch.fx.GraphModule) -> None:
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target in _TRANSPARENT:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()

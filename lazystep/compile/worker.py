@@ -1,0 +1,118 @@
+"""The builder process: reads programs from standard input, builds libraries, answers in one line each.
+
+    python -m lazystep.compile.worker
+
+A request is a line of JSON: the program's text, its fixed scalars, the number of threads, Inductor's
+options and a directory. The answer says what was built or why not. The process has the lowest
+priority, runs one compiler at a time, and ends with its parent: by the signal that the kernel sends
+when a parent dies, or when standard input ends; it takes its compilers with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from .cache import LIBRARY
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve requests until the parent goes away."""
+    _end_with_parent()
+    os.nice(19)
+    # What compilers and torch print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    requests: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    while True:
+        request = json.loads(requests.get())
+        start = time.perf_counter()
+        try:
+            answer = _build(request)
+        except BaseException as error:
+            traceback.print_exc()
+            text = str(error).strip() or type(error).__name__
+            answer = {"error": text[:4000], "kind": _kind_of(error)}
+        answer["seconds"] = time.perf_counter() - start
+        answer["id"] = request["id"]
+        print(json.dumps(answer), file=answers)
+
+
+def _build(request: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from ..program.serialize import from_json
+    from ..program.signature import signature_of
+    from .lower import lower
+    from .scalars import fixed_slots
+
+    torch.set_num_threads(request["num_threads"])
+    program = from_json(request["program"])
+    fixed = {int(slot): _number(text) for slot, text in request["fixed"].items()}
+    signature = signature_of(program, fixed_slots(program))
+    graph, inputs = lower(program, signature, fixed)
+    directory = Path(request["directory"])
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in request["options"].items()}
+    options["aot_inductor.output_path"] = str(directory / LIBRARY)
+    torch._inductor.aot_compile(graph, tuple(inputs), options=options)
+    if not (directory / LIBRARY).exists():
+        raise RuntimeError("the compiler made no library")
+    return {"proxy_ops": _proxy_ops(directory)}
+
+
+def _number(text: str) -> Any:
+    kind, _, value = text.partition(":")
+    if kind == "float":
+        return float.fromhex(value)
+    return int(value) if kind == "int" else complex(value)
+
+
+def _proxy_ops(directory: Path) -> list[str]:
+    """Ops without a C entry, which the library runs through torch's dispatcher."""
+    nodes = directory / "step.json"
+    if not nodes.exists():
+        return []
+    return [node["target"] for node in json.loads(nodes.read_text())["nodes"]]
+
+
+def _kind_of(error: BaseException) -> str:
+    """`lowering`: this program can't be built; `compiler`: the tools failed; `system`: the machine did."""
+    if type(error).__name__ == "LoweringError":
+        return "lowering"
+    if isinstance(error, (OSError, MemoryError)) or "No space left" in str(error):
+        return "system"
+    return "compiler"
+
+
+def _read(requests: queue.Queue[str]) -> None:
+    for line in sys.stdin:
+        requests.put(line)
+    _end()
+
+
+def _end_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training loop
+    signal.signal(signal.SIGTERM, lambda *_: _end())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end() -> None:
+    # The process leads a group of its own: compilers that are running go with it.
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Whether a native result is the reference's, up to rounding, and if not, which instruction differs.
+
+Fused loops round differently, and what rounding does to a value depends on how the value was made: an
+optimizer divides a gradient that is zero but for rounding by its own size. So a difference beyond
+the tolerance is not taken for an error before the reference itself has been asked how much its result
+moves when its inputs move in their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..program.program import Program
+
+# Largest difference, as a fraction of the tensor's largest element.
+TOLERANCES = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 4e-2,
+}
+# How many times as far as its own last bits move it a result may lie from the reference's.
+_CONDITION_FACTOR = 32.0
+
+Results = Sequence[tuple[int, torch.Tensor]]
+
+
+class Difference(NamedTuple):
+    """A result that differs: its value in the program, and by how much of its magnitude."""
+
+    value: int
+    relative: float
+
+
+def differences(expected: Results, actual: Results, perturbed: Callable[[], Results]) -> list[Difference]:
+    """Where two runs of a program differ by more than rounding explains.
+
+    Results are pairs of a value and its tensor, in program order. `perturbed` runs the reference
+    again, on inputs that differ in their last bits; it is called only if something differs.
+    """
+    suspects = []
+    for number, ((value, a), (_, b)) in enumerate(zip(expected, actual, strict=True)):
+        distance = _distance(a, b)
+        if distance > TOLERANCES.get(a.dtype, 0.0):
+            suspects.append((number, Difference(value, distance)))
+    if not suspects:
+        return []
+    moved = perturbed()
+    return [
+        difference
+        for number, difference in suspects
+        if difference.relative > _CONDITION_FACTOR * _distance(expected[number][1], moved[number][1])
+    ]
+
+
+def describe(program: Program, found: Sequence[Difference]) -> str:
+    """The first values that differ, in program order, with the op that made or wrote them last."""
+    made: dict[int, int] = {}
+    for position, instruction in enumerate(program.instructions):
+        for value in (*instruction.defines(), *instruction.writes):
+            made[value] = position
+    lines = []
+    for value, relative in sorted(found, key=lambda d: made.get(d.value, -1))[:5]:
+        if value in made:
+            instruction = program.instructions[made[value]]
+            origin = f"{instruction.op} at {instruction.where}"
+        else:
+            origin = "an input"
+        lines.append(f"%{value} ({origin}) by {relative:.2g} of its magnitude")
+    return "; ".join(lines)
+
+
+def perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """`tensor` with noise in the last bits of floating-point elements."""
+    if not tensor.dtype.is_floating_point or tensor.dtype not in TOLERANCES:
+        return tensor
+    noise = torch.empty(tensor.shape, dtype=torch.float64).uniform_(-1, 1, generator=generator)
+    scale = torch.finfo(tensor.dtype).eps
+    return (tensor.double() * (1 + scale * noise)).to(tensor.dtype)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference between elements, over the largest element. Infinite for other non-numbers."""
+    if a.numel() == 0:
+        return 0.0
+    if not a.dtype.is_floating_point:
+        return 0.0 if torch.equal(a, b) else 1.0
+    a, b = a.double(), b.double()
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()) or not torch.equal(
+        a[~finite].nan_to_num(nan=0.5), b[~finite].nan_to_num(nan=0.5)
+    ):
+        return float("inf")
+    a, b = a[finite], b[finite]
+    if a.numel() == 0:
+        return 0.0
+    size = float(a.abs().max())
+    difference = float((a - b).abs().max())
+    return difference / size if size > 0 else (0.0 if difference < 1e-30 else float("inf"))

@@ -1,0 +1,131 @@
+"""The native executable: a whole program as one library that AOTInductor built.
+
+The runner checks nothing: a tensor of another type would be read out of bounds, and two arguments in
+one piece of memory would give wrong numbers. So every argument is checked before each run, and what
+does not fit is refused with `UnfitError` before anything has been touched. The run itself does not
+hold the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..program.program import Program
+from ..program.signature import Signature, Where
+from ..program.types import type_of
+from .executable import InstructionError
+from .reference import relayout
+
+
+class UnfitError(Exception):
+    """The inputs are not what the library was built for. Nothing has been run or changed."""
+
+
+class NativeExecutable:
+    """Runs a program's library. Fits one thread count and one set of fixed scalars. See `Executable`."""
+
+    def __init__(
+        self,
+        program: Program,
+        signature: Signature,
+        library: Path,
+        fixed: Mapping[int, Any],
+        num_threads: int,
+    ) -> None:
+        """Load the library. Raises `RuntimeError` or `OSError` if it can't be loaded."""
+        self.program = program
+        self.num_threads = num_threads
+        self._signature = signature
+        self._fixed = tuple(fixed.items())
+        self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)
+        self._expected = [
+            (a.position, a.type.dtype, a.type.shape, a.type.stride, a.is_flat) for a in signature.arguments
+        ]
+
+    def fits(self, scalars: Sequence[Any], num_threads: int) -> bool:
+        """Whether the library was built for these fixed scalars and for this number of threads."""
+        return num_threads == self.num_threads and all(
+            type(scalars[slot]) is type(value) and scalars[slot] == value for slot, value in self._fixed
+        )
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        """See `Executable.run`. Raises `UnfitError` before anything has run."""
+        arguments = self._arguments(inputs)
+        inputs.clear()
+        signature = self._signature
+        flat = list(arguments)
+        if signature.floats:
+            flat.append(torch.tensor([scalars[slot] for slot in signature.floats], dtype=torch.float64))
+        if signature.ints:
+            flat.append(torch.tensor([scalars[slot] for slot in signature.ints], dtype=torch.int64))
+        try:
+            returned = self._runner.run(flat)
+        except RuntimeError as error:
+            position = _failed_position(self.program, str(error))
+            raise InstructionError(position, all_started=True) from error.with_traceback(None)
+        del flat
+        return self._outputs(arguments, returned)
+
+    def _arguments(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        arguments = []
+        memory = set()
+        num_empty = 0
+        for position, dtype, shape, stride, is_flat in self._expected:
+            tensor = inputs[position]
+            storage = tensor.untyped_storage()
+            if is_flat:
+                if shape[0] * dtype.itemsize > storage.nbytes():
+                    raise UnfitError(f"input {position} has {storage.nbytes()} bytes of memory")
+                tensor = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape, (1,))
+            if tensor.dtype != dtype or tensor.shape != shape or tensor.stride() != stride:
+                raise UnfitError(f"input {position} is {type_of(tensor)}")
+            if tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() or not tensor.is_cpu:
+                raise UnfitError(f"input {position} is {type_of(tensor)} on {tensor.device}")
+            address = storage.data_ptr()
+            num_empty += address == 0
+            memory.add(address)
+            arguments.append(tensor)
+        if len(memory) + max(num_empty - 1, 0) != len(arguments):
+            raise UnfitError("two inputs share their memory")
+        return arguments
+
+    def _outputs(self, arguments: list[torch.Tensor], returned: list[torch.Tensor]) -> list[torch.Tensor]:
+        values = self.program.values
+        taken = {a.untyped_storage().data_ptr() for a in arguments}
+        for number, value in enumerate(self._signature.returned):
+            declared, tensor = values[value].type, returned[number]
+            address = tensor.untyped_storage().data_ptr()
+            is_shared = address in taken and address != 0
+            taken.add(address)
+            if is_shared or tensor.stride() != declared.stride or tensor.storage_offset():
+                returned[number] = relayout(tensor, declared, copies=is_shared)
+        outputs = []
+        for where, number, type_ in self._signature.outputs:
+            if where is Where.RETURNED:
+                outputs.append(returned[number])
+            else:
+                memory = returned[number] if where is Where.VIEW else arguments[number]
+                outputs.append(memory.as_strided(type_.shape, type_.stride, type_.offset))
+        return outputs
+
+
+_ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")
+
+
+def _failed_position(program: Program, message: str) -> int:
+    """The instruction that an error of the whole library belongs to, as far as it can be told.
+
+    A failed allocation tells its size, which names the op that asked for it; else it is the last one.
+    """
+    match = _ALLOCATION.search(message)
+    if match is not None:
+        for position, instruction in enumerate(program.instructions):
+            for value in instruction.defines():
+                if program.storages[program.values[value].storage].nbytes == int(match[1]):
+                    return position
+    return len(program.instructions) - 1

@@ -1,0 +1,163 @@
+"""How a program is called once it is a native library: which memory goes in, what comes out.
+
+A library gets tensors and knows nothing of storages, so this says for each input storage which
+tensor stands for it, and for each output where it is found afterwards:
+
+- A storage that one dense input covers is handed in as that input. A storage with several views, or
+  with a view that has gaps, goes in once, as a flat tensor, and the views are taken inside: views
+  that overlap are right by construction.
+- Outputs in an input storage are not returned: the library has written the storage, and the output
+  is a view of it. Of the outputs that share a new storage its first value is returned, once.
+- Scalars that may vary travel in two vectors, one of float64 and one of int64. The others are fixed:
+  their values are part of the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from .program import Program
+from .types import TensorType, contiguous_stride, tensor_type
+
+
+class NotCallableError(ValueError):
+    """A program whose inputs or outputs a native library can't take. The message says which."""
+
+
+class Argument(NamedTuple):
+    """A tensor that is handed in: an input as it is, or the whole storage behind it as a flat tensor."""
+
+    position: int  # among the program's inputs
+    type: TensorType
+    storage: int
+    is_flat: bool
+
+
+class Where(enum.Enum):
+    """Where an output is found after the run."""
+
+    RETURNED = "returned"  # a returned tensor itself
+    VIEW = "view"  # a view of a returned tensor
+    ARGUMENT = "argument"  # a view of the memory that an argument stands for
+
+
+class Output(NamedTuple):
+    """An output of the program: `number` counts returned tensors or arguments."""
+
+    where: Where
+    number: int
+    type: TensorType
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """See the module. `returned` are the values that the library returns, in order."""
+
+    arguments: tuple[Argument, ...]
+    returned: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    floats: tuple[int, ...]
+    ints: tuple[int, ...]
+    fixed: tuple[int, ...]
+    written: tuple[int, ...]  # numbers of the arguments whose memory the program writes
+
+
+def signature_of(program: Program, fixed: Collection[int]) -> Signature:
+    """The signature of a program whose scalar slots `fixed` are constants of the library."""
+    used = {value for instruction in program.instructions for value in instruction.reads()}
+    used |= set(program.outputs)
+    arguments = _arguments(program, used)
+    number_of = {argument.storage: number for number, argument in enumerate(arguments)}
+    returned: dict[int, int] = {}
+    outputs = []
+    first = _first_values(program)
+    shared = _shared_storages(program)
+    for value in program.outputs:
+        type_, storage = program.values[value]
+        _check(type_, f"output %{value}")
+        if program.storages[storage].is_input:
+            if storage not in number_of:
+                raise NotCallableError(f"output %{value} lives in an input that nothing uses")
+            outputs.append(Output(Where.ARGUMENT, number_of[storage], type_))
+            continue
+        root = value
+        if storage in shared or type_.offset or not _is_dense(type_):
+            root = first[storage]
+            root_type = program.values[root].type
+            _check(root_type, f"value %{root}")
+            covers = root_type.offset == 0 and _is_dense(root_type) and root_type.extent >= type_.extent
+            if not covers or root_type.dtype != type_.dtype:
+                raise NotCallableError(f"output %{value} is a view of memory that no value covers")
+        number = returned.setdefault(root, len(returned))
+        where = Where.RETURNED if root == value else Where.VIEW
+        outputs.append(Output(where, number, type_))
+    writes = program.storage_writes()
+    slots = sorted(program.used_slots() - set(fixed))
+    return Signature(
+        arguments=arguments,
+        returned=tuple(returned),
+        outputs=tuple(outputs),
+        floats=tuple(slot for slot in slots if program.scalars[slot] is float),
+        ints=tuple(slot for slot in slots if program.scalars[slot] is int),
+        fixed=tuple(sorted(fixed)),
+        written=tuple(number for number, a in enumerate(arguments) if a.storage in writes),
+    )
+
+
+def _arguments(program: Program, used: set[int]) -> tuple[Argument, ...]:
+    views: dict[int, list[tuple[int, TensorType]]] = {}
+    for position, value in enumerate(program.inputs):
+        if value in used:
+            type_, storage = program.values[value]
+            _check(type_, f"input %{value}")
+            views.setdefault(storage, []).append((position, type_))
+    arguments = []
+    for storage, inputs in views.items():
+        position, type_ = inputs[0]
+        nbytes = program.storages[storage].nbytes
+        if len(inputs) == 1 and type_.offset == 0 and _is_dense(type_):
+            arguments.append(Argument(position, type_, storage, False))
+            continue
+        if any(t.dtype != type_.dtype for _, t in inputs) or nbytes % type_.dtype.itemsize:
+            raise NotCallableError(f"input storage s{storage} is seen as several data types")
+        size = (nbytes // type_.dtype.itemsize,)
+        arguments.append(Argument(position, tensor_type(type_.dtype, size, (1,)), storage, True))
+    return tuple(arguments)
+
+
+def _check(type_: TensorType, what: str) -> None:
+    if type_.layout is not torch.strided:
+        raise NotCallableError(f"{what} is sparse: {type_}")
+    if type_.conj or type_.neg:
+        raise NotCallableError(f"{what} is conjugate or negated lazily: {type_}")
+    if type_.dtype.is_complex:
+        # Generated code has no complex numbers: all of it would be calls to torch's own kernels.
+        raise NotCallableError(f"{what} is complex: {type_}")
+
+
+def _first_values(program: Program) -> dict[int, int]:
+    """The value that made each storage."""
+    first: dict[int, int] = {}
+    for instruction in program.instructions:
+        for value in instruction.defines():
+            first.setdefault(program.values[value].storage, value)
+    return first
+
+
+def _shared_storages(program: Program) -> set[int]:
+    """Storages that more than one output lives in."""
+    counts = Counter(program.values[value].storage for value in program.outputs)
+    return {storage for storage, count in counts.items() if count > 1}
+
+
+def _is_dense(type_: TensorType) -> bool:
+    """Whether the elements lie without gaps or overlap, in whatever order of dimensions."""
+    dims = sorted((s, n) for n, s in zip(type_.shape, type_.stride, strict=True) if n != 1)
+    expected = contiguous_stride(tuple(n for _, n in reversed(dims)))
+    return 0 in type_.shape or tuple(s for s, _ in reversed(dims)) == expected

@@ -1,0 +1,302 @@
+"""Tiers: which executable runs a program.
+
+Every program starts on the reference executable, which is right at once. A program that repeats is
+built in the background; when its library has been loaded, the executor switches between two steps.
+The first native run is compared with the reference on the same inputs; a library that disagrees is
+never used. A program whose library is on disk starts natively.
+
+Everything here but `wait_for_builds` runs on the executor thread or on the build thread: the
+training thread never waits for a compiler.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import metrics
+from .compile.builder import Builder, BuildError, Request
+from .compile.cache import Library
+from .compile.scalars import fixed_slots
+from .config import settings
+from .execute.compare import Results, describe, differences, perturb
+from .execute.native import NativeExecutable, UnfitError
+from .execute.reference import ReferenceExecutable
+from .notices import notice
+from .program.program import Program
+from .program.signature import NotCallableError, Signature, signature_of
+
+
+class State(enum.Enum):
+    """Where a program stands."""
+
+    REFERENCE = "reference"  # has not repeated often enough, or the tier is `reference`
+    BUILDING = "building"
+    NATIVE = "native"
+    STAYS = "stays on reference"  # `reason` says why
+
+
+class Tiers:
+    """What all programs share: the builder, and how many libraries are loaded."""
+
+    def __init__(self) -> None:
+        self.builder = Builder()
+        self.num_loaded = 0
+
+    def close(self) -> None:
+        """End building, at once."""
+        self.builder.close()
+
+
+class TieredExecutable:
+    """A program on the best executable that there is for it. See `Executable`."""
+
+    def __init__(self, program: Program, tiers: Tiers) -> None:
+        self.program = program
+        self.state = State.REFERENCE
+        self.reason = ""
+        self.num_runs = 0
+        self.num_native_runs = 0
+        self._tiers = tiers
+        self._reference = ReferenceExecutable(program)
+        self._signature: Signature | None = None
+        # Appended to by the build thread, read by the executor: the newest goes first.
+        self._loaded: list[_Loaded] = []
+        # (fixed scalars, threads) to how often they have come without a library.
+        self._missed: dict[tuple[Any, ...], int] = {}
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        """See `Executable.run`."""
+        self.num_runs += 1
+        loaded = self._choose(scalars) if settings.tier != "reference" else None
+        if loaded is None:
+            metrics.count("reference_executions")
+            return self._reference.run(inputs, scalars)
+        try:
+            if loaded.is_check_due():
+                return self._run_checked(loaded, inputs, scalars)
+            outputs = loaded.run(inputs, scalars)
+        except UnfitError as error:
+            self._discard(loaded, "unfit_inputs", f"its inputs do not fit the library: {error}")
+            return self._reference.run(inputs, scalars)
+        self.num_native_runs += 1
+        metrics.count("native_executions")
+        return outputs
+
+    # -- choosing ----------------------------------------------------------------------------------
+
+    def _choose(self, scalars: Sequence[Any]) -> _Loaded | None:
+        """The library that fits, if it is loaded; asks for it if it is worth it."""
+        num_threads = torch.get_num_threads()
+        for loaded in self._loaded:
+            if loaded.native.fits(scalars, num_threads):
+                return loaded
+        if self.state is State.STAYS:
+            return None
+        if self._signature is None and not self._sign():
+            return None
+        assert self._signature is not None
+        fixed = {slot: scalars[slot] for slot in self._signature.fixed}
+        key = (num_threads, *fixed.items())
+        if len(self._missed) > 64 and key not in self._missed:
+            return None  # a fixed scalar that changes every time
+        misses = self._missed[key] = self._missed.get(key, 0) + 1
+        if misses == 1:
+            library = self._tiers.builder.find(self.program, fixed, num_threads)
+            if library is not None:
+                self._load(library, fixed, num_threads)
+                return self._loaded[-1] if self._loaded else None
+        is_due = settings.tier == "native" or misses >= settings.build_after
+        if misses > settings.build_after or not is_due or not self._may_build():
+            return None
+        self._missed[key] = settings.build_after + 1  # asked for once
+        done = self._request(fixed, num_threads)
+        if settings.tier == "native":
+            metrics.count("executor_waits_for_compile")
+            done.wait(settings.build_timeout)
+            return next((one for one in self._loaded if one.native.fits(scalars, num_threads)), None)
+        return None
+
+    def _sign(self) -> bool:
+        try:
+            self._signature = signature_of(self.program, fixed_slots(self.program))
+        except NotCallableError as error:
+            self._stay("not_callable", str(error))
+            return False
+        unknown = _first_foreign_op(self.program)
+        if unknown:
+            self._stay("custom_op", f"{unknown} is not one of torch's own ops: the builder does not know it")
+            return False
+        return True
+
+    def _may_build(self) -> bool:
+        if self._tiers.num_loaded < settings.max_libraries:
+            return True
+        limit = f"{settings.max_libraries} libraries are loaded already (setting max_libraries)"
+        self._stay("too_many_libraries", limit)
+        return False
+
+    def _request(self, fixed: Mapping[int, Any], num_threads: int) -> threading.Event:
+        self.state = State.BUILDING
+        done = threading.Event()
+        # Weak: a program that has left the program cache meanwhile is not worth loading.
+        me = weakref.ref(self)
+
+        def deliver(result: Library | BuildError) -> None:
+            program = me()
+            if program is not None:
+                if isinstance(result, BuildError):
+                    program._stay(result.kind, str(result))
+                else:
+                    program._load(result, fixed, num_threads)
+            done.set()
+
+        self._tiers.builder.submit(Request(self.program, fixed, num_threads, deliver))
+        return done
+
+    def _load(self, library: Library, fixed: Mapping[int, Any], num_threads: int) -> None:
+        assert self._signature is not None
+        try:
+            native = NativeExecutable(self.program, self._signature, library.path, fixed, num_threads)
+        except (RuntimeError, OSError) as error:
+            self._stay("load", f"the library can't be loaded: {error}")
+            return
+        self._tiers.num_loaded += 1
+        metrics.count("libraries_loaded")
+        if library.proxy_ops:
+            metrics.count("proxy_ops", len(library.proxy_ops))
+        self._loaded = [*self._loaded, _Loaded(native, library)]
+        self.state = State.NATIVE
+
+    def _stay(self, kind: str, reason: str) -> None:
+        self.state = State.STAYS if not self._loaded else State.NATIVE
+        self.reason = reason
+        metrics.count("programs_on_reference")
+        metrics.count(f"programs_on_reference:{kind}")
+
+    def _discard(self, loaded: _Loaded, kind: str, reason: str) -> None:
+        self._loaded = [one for one in self._loaded if one is not loaded]
+        self._tiers.num_loaded -= 1
+        self._stay(kind, reason)
+
+    # -- checking ----------------------------------------------------------------------------------
+
+    def _run_checked(
+        self, loaded: _Loaded, inputs: list[torch.Tensor], scalars: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        """Run both executables on the same inputs and compare; the step's results are the reference's."""
+        program = self.program
+        written = program.storage_writes()
+        before = _copy_written(program, inputs, written)
+        copies = _copy_written(program, inputs, written)
+        state = list(inputs)
+        actual = self._labelled(copies, loaded.run(list(copies), scalars), written)
+        metrics.count("native_checks")
+        outputs = self._reference.run(inputs, scalars)
+        expected = self._labelled(state, outputs, written)
+
+        def perturbed() -> Results:
+            metrics.count("native_checks_perturbed")
+            generator = torch.Generator().manual_seed(0)
+            moved = [_rewrap(tensor, perturb(_flat(tensor), generator)) for tensor in before]
+            again = self._reference.run(list(moved), scalars)
+            return self._labelled(moved, again, written)
+
+        found = differences(expected, actual, perturbed)
+        if found:
+            metrics.count("native_mismatches")
+            detail = describe(program, found)
+            notice(
+                f"mismatch {loaded.library.key}",
+                f"a native library disagrees with the reference executable, which goes on: {detail}. "
+                "The numbers are right; please report this",
+            )
+            self._discard(loaded, "mismatch", f"its library disagreed with the reference: {detail}")
+        else:
+            loaded.passed()
+            self._tiers.builder.mark_checked(loaded.library)
+        return outputs
+
+    def _labelled(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], written: Mapping[int, int]
+    ) -> Results:
+        program = self.program
+        results = list(zip(program.outputs, outputs, strict=True))
+        for value, tensor in zip(program.inputs, inputs, strict=True):
+            if program.values[value].storage in written:
+                results.append((value, tensor))
+        return results
+
+
+class _Loaded:
+    """A library in use: whether it has been checked."""
+
+    def __init__(self, native: NativeExecutable, library: Library) -> None:
+        self.native = native
+        self.library = library
+        self._num_runs = 0
+        self._is_checked = library.is_checked
+
+    def is_check_due(self) -> bool:
+        period = settings.check_native
+        if period == "off":
+            return False
+        return not self._is_checked or (period.isdigit() and self._num_runs % int(period) == 0)
+
+    def passed(self) -> None:
+        self._is_checked = True
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        self._num_runs += 1
+        return self.native.run(inputs, scalars)
+
+
+def _copy_written(
+    program: Program, inputs: Sequence[torch.Tensor], written: Mapping[int, int]
+) -> list[torch.Tensor]:
+    """The inputs, with copies of the memory that the program writes."""
+    memory: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    for value, tensor in zip(program.inputs, inputs, strict=True):
+        storage = program.values[value].storage
+        if storage in written:
+            if storage not in memory:
+                memory[storage] = tensor.untyped_storage().clone()
+            like = torch.empty(0, dtype=tensor.dtype)
+            tensor = like.set_(memory[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
+        copies.append(tensor)
+    return copies
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory behind a tensor, as one row of its elements."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes() // tensor.dtype.itemsize
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (size,), (1,))
+
+
+def _rewrap(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _first_foreign_op(program: Program) -> str:
+    """The first op that is not torch's own, if there is one."""
+    for instruction in program.instructions:
+        if instruction.op.partition(".")[0] not in ("aten", "prims"):
+            return instruction.op
+    return ""
+
+
+def wait_for_builds(tiers: Tiers, timeout: float) -> bool:
+    """Block until nothing is queued or being built; False if that takes longer than `timeout` seconds."""
+    start = time.perf_counter()
+    is_idle = tiers.builder.wait_idle(timeout)
+    metrics.count("waits_for_compile")
+    metrics.add_seconds("waiting_for_compile", time.perf_counter() - start)
+    return is_idle
