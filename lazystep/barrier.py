@@ -24,6 +24,7 @@ from .errors import LazyStepError, StepError
 from .execute.executor import Executor, report_dropped
 from .execute.openmp import release_pool
 from .execute.run import Cell, Run
+from .history import History
 from .notices import give_notices, print_notices
 from .program.program import Program
 from .record import device
@@ -44,6 +45,7 @@ class Runtime:
         self.programs: ProgramCache[KnownRecording, TieredExecutable] = ProgramCache()
         self.executor = Executor()
         self.tiers = Tiers()
+        self.history = History()
         self.num_steps = 0
         self.last_program: Program | None = None
         self.is_forked = False
@@ -114,10 +116,12 @@ class Runtime:
         variant = self.programs.find(known, outputs)
         if variant is not None:
             metrics.count("cache_hits")
+            self.history.repeated()
             return variant
         metrics.count("cache_misses")
         program = assemble(known.entries, known.sources, outputs)
         variant = Variant(outputs, TieredExecutable(program, self.tiers))
+        self.history.appeared(variant.executable)
         self.programs.add(known, variant, settings.program_cache_size)
         return variant
 

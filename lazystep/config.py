@@ -91,6 +91,9 @@ class Settings:
         str,
         _check_period,
     )
+    tune_threads: bool = _setting(
+        True, "Run a library on one thread where that turns out to be faster.", _parse_flag, _any
+    )
     build_timeout: float = _setting(
         900.0, "Seconds that one build may take before it is given up.", float, _positive
     )

@@ -1,4 +1,4 @@
-"""Looking at what is recorded, without running it."""
+"""Looking at what is recorded and at what became of it, without running anything."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import metrics
 from .barrier import handle_of, runtime
 from .program.printer import to_dot
 from .program.program import Program
@@ -42,3 +43,19 @@ def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
 def last_program() -> Program | None:
     """The program of the step that was queued last: `print(lazystep.debug.last_program())`."""
     return runtime.last_program
+
+
+def explain() -> str:
+    """In plain words: which programs there are and why, on which tier each runs and why, which lines wait.
+
+        print(lazystep.debug.explain())
+
+    Does not synchronize: counts include what has run so far.
+    """
+    with runtime.recorder.lock:
+        rows = [runtime.history.explain()]
+    lines = metrics.synchronizations()
+    if lines:
+        rows.append("lines that wait for values:")
+        rows += [f"  {count} times {reason} at {line}" for reason, line, count in lines]
+    return "\n".join(rows)

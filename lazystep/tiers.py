@@ -32,6 +32,9 @@ from .notices import notice
 from .program.program import Program
 from .program.signature import NotCallableError, Signature, signature_of
 
+# Runs per thread count before the faster one is taken.
+_TRIES = 6
+
 
 class State(enum.Enum):
     """Where a program stands."""
@@ -83,6 +86,7 @@ class TieredExecutable:
                 return self._run_checked(loaded, inputs, scalars)
             outputs = loaded.run(inputs, scalars)
         except UnfitError as error:
+            torch.set_num_threads(loaded.native.num_threads)
             self._discard(loaded, "unfit_inputs", f"its inputs do not fit the library: {error}")
             return self._reference.run(inputs, scalars)
         self.num_native_runs += 1
@@ -171,7 +175,7 @@ class TieredExecutable:
         metrics.count("libraries_loaded")
         if library.proxy_ops:
             metrics.count("proxy_ops", len(library.proxy_ops))
-        self._loaded = [*self._loaded, _Loaded(native, library)]
+        self._loaded = [*self._loaded, _Loaded(native, library, self._tiers.builder)]
         self.state = State.NATIVE
 
     def _stay(self, kind: str, reason: str) -> None:
@@ -196,7 +200,7 @@ class TieredExecutable:
         before = _copy_written(program, inputs, written)
         copies = _copy_written(program, inputs, written)
         state = list(inputs)
-        actual = self._labelled(copies, loaded.run(list(copies), scalars), written)
+        actual = self._labelled(copies, loaded.native.run(list(copies), scalars), written)
         metrics.count("native_checks")
         outputs = self._reference.run(inputs, scalars)
         expected = self._labelled(state, outputs, written)
@@ -220,7 +224,6 @@ class TieredExecutable:
             self._discard(loaded, "mismatch", f"its library disagreed with the reference: {detail}")
         else:
             loaded.passed()
-            self._tiers.builder.mark_checked(loaded.library)
         return outputs
 
     def _labelled(
@@ -235,13 +238,19 @@ class TieredExecutable:
 
 
 class _Loaded:
-    """A library in use: whether it has been checked."""
+    """A library in use: whether it has been checked, and on how many threads it runs."""
 
-    def __init__(self, native: NativeExecutable, library: Library) -> None:
+    def __init__(self, native: NativeExecutable, library: Library, builder: Builder) -> None:
         self.native = native
         self.library = library
+        self._builder = builder
         self._num_runs = 0
         self._is_checked = library.is_checked
+        self._num_threads = library.best_threads
+        # Thread count to the shortest run on it, until the choice has been made.
+        self._shortest = dict.fromkeys({native.num_threads, 1}, float("inf"))
+        if len(self._shortest) == 1 or not settings.tune_threads:
+            self._num_threads = native.num_threads
 
     def is_check_due(self) -> bool:
         period = settings.check_native
@@ -251,10 +260,30 @@ class _Loaded:
 
     def passed(self) -> None:
         self._is_checked = True
+        self._builder.mark_checked(self.library)
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         self._num_runs += 1
+        num_threads = self._num_threads
+        if num_threads is None:
+            return self._run_and_measure(inputs, scalars)
+        if num_threads != self.native.num_threads:
+            # The executor sets its count again before the next step that needs it.
+            torch.set_num_threads(num_threads)
         return self.native.run(inputs, scalars)
+
+    def _run_and_measure(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        """Try one thread and all of them in turn; small steps lose to the barriers between threads."""
+        counts = sorted(self._shortest)
+        num_threads = counts[self._num_runs % 2]
+        torch.set_num_threads(num_threads)
+        start = time.perf_counter()
+        outputs = self.native.run(inputs, scalars)
+        self._shortest[num_threads] = min(self._shortest[num_threads], time.perf_counter() - start)
+        if self._num_runs >= 2 * _TRIES:
+            self._num_threads = min(counts, key=self._shortest.__getitem__)
+            self._builder.note_threads(self.library, self._num_threads)
+        return outputs
 
 
 def _copy_written(

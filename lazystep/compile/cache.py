@@ -28,7 +28,8 @@ from ..config import settings
 
 LIBRARY = "step.so"
 _MANIFEST = "manifest.json"
-_CHECKED = "checked"  # an empty file: a first run has been compared with the reference
+# What is learned of a library later, a file each: it agreed with the reference; its best thread count.
+_CHECKED, _THREADS = "checked", "threads"
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -42,6 +43,7 @@ class Library(NamedTuple):
     path: Path
     key: str
     is_checked: bool
+    best_threads: int | None
     proxy_ops: tuple[str, ...]
 
 
@@ -92,7 +94,10 @@ class LibraryCache:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CacheError(f"the cache entry {key} is damaged ({error})") from error
         is_checked = (entry / _CHECKED).exists()
-        return Library(entry / LIBRARY, key, is_checked, tuple(manifest["proxy_ops"]))
+        best_threads = None
+        with contextlib.suppress(OSError, ValueError):
+            best_threads = int((entry / _THREADS).read_text())
+        return Library(entry / LIBRARY, key, is_checked, best_threads, tuple(manifest["proxy_ops"]))
 
     def temporary_directory(self) -> Path:
         """A new private directory on the same file system, to build in."""
@@ -130,6 +135,11 @@ class LibraryCache:
         """Remember that the library agreed with the reference executable on this machine."""
         with contextlib.suppress(OSError):
             (self._entries / key / _CHECKED).touch()
+
+    def note_threads(self, key: str, num_threads: int) -> None:
+        """Remember on how many threads the library runs fastest on this machine."""
+        with contextlib.suppress(OSError):
+            (self._entries / key / _THREADS).write_text(str(num_threads))
 
     def remove(self, key: str) -> None:
         """Remove an entry, in one piece: it is renamed away first."""

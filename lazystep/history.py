@@ -1,0 +1,81 @@
+"""The programs of this process in the order in which they appeared, and why there is more than one."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from . import metrics
+from .notices import notice
+from .program.difference import first_difference, nearest
+from .program.program import Program
+from .tiers import State, TieredExecutable
+
+# A storm: this many new programs among the last so many barriers, after the loop has had time to settle.
+_STORM, _WINDOW, _SETTLED = 16, 32, 64
+
+
+class History:
+    """Remembers the last programs. Not thread-safe: the barrier holds the recorder's lock."""
+
+    def __init__(self) -> None:
+        self._programs: deque[TieredExecutable] = deque(maxlen=128)
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._num_barriers = 0
+        self._has_warned = False
+
+    def repeated(self) -> None:
+        """A barrier found its program in the cache."""
+        self._num_barriers += 1
+        self._recent.append(False)
+
+    def appeared(self, executable: TieredExecutable) -> None:
+        """A barrier made a new program."""
+        self._num_barriers += 1
+        self._recent.append(True)
+        is_storm = sum(self._recent) >= _STORM and self._num_barriers >= _SETTLED
+        if is_storm and not self._has_warned:
+            self._has_warned = True
+            metrics.count("program_storms")
+            notice(
+                "storm",
+                f"{sum(self._recent)} of the last {len(self._recent)} steps were new programs, and a program "
+                f"that does not repeat is never compiled. Against the most similar one: "
+                f"{self._why(executable.program, [e.program for e in self._programs])}",
+            )
+        self._programs.append(executable)
+
+    def explain(self) -> str:
+        """Every program: how often it ran, on what, why it exists, why it is not native."""
+        programs = list(self._programs)
+        rows = [f"{len(programs)} programs" + (", the last ones:" if len(programs) == 128 else "")]
+        for number, one in enumerate(programs, 1):
+            program = one.program
+            line = program.instructions[0].where if program.instructions else "an unknown line"
+            native = f", {one.num_native_runs} natively" if one.num_native_runs else ""
+            rows.append(
+                f"program {number}: {len(program.instructions)} instructions from {line}, "
+                f"run {one.num_runs} times{native}"
+            )
+            if number > 1:
+                rows.append(
+                    f"  new because {self._why(program, [p.program for p in programs[: number - 1]])}"
+                )
+            rows.append(f"  {_standing(one)}")
+        return "\n".join(rows)
+
+    @staticmethod
+    def _why(program: Program, earlier: list[Program]) -> str:
+        known = nearest(program, earlier)
+        if known is None:
+            return "it is the first one"
+        return first_difference(known, program) or "the memory behind its inputs is shared differently"
+
+
+def _standing(executable: TieredExecutable) -> str:
+    if executable.state is State.STAYS:
+        return f"stays on the reference executable: {executable.reason}"
+    if executable.state is State.BUILDING:
+        return "on the reference executable while its library is being built"
+    if executable.state is State.NATIVE:
+        return "native" + (f"; in part on the reference: {executable.reason}" if executable.reason else "")
+    return "on the reference executable: it has not repeated often enough to be built"

@@ -1,0 +1,89 @@
+"""Why two programs are two: the first difference between them, in words, with the user's line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from .program import Arg, Instruction, Program, Ref, ScalarRef
+
+
+def first_difference(old: Program, new: Program) -> str:
+    """What is different in `new`, at the first instruction where it is. Empty if nothing is."""
+    pairs = itertools.zip_longest(old.instructions, new.instructions)
+    for position, (before, now) in enumerate(pairs):
+        if now is None:
+            return f"it ends {len(old.instructions) - position} instructions earlier, before {_name(before)}"
+        if before is None:
+            return f"it goes on for {len(new.instructions) - position} more instructions, from {_name(now)}"
+        text = _instruction_difference(old, new, before, now)
+        if text:
+            return text
+    if old.outputs != new.outputs:
+        return _output_difference(old, new)
+    return ""
+
+
+def nearest(program: Program, others: Sequence[Program]) -> Program | None:
+    """The program that has the longest beginning in common with `program`."""
+    return max(others, key=lambda other: _common_length(other, program), default=None)
+
+
+def _common_length(old: Program, new: Program) -> tuple[int, int]:
+    """Instructions in common from the start; among equals the program of the nearest size."""
+    size = -abs(len(old.instructions) - len(new.instructions))
+    for position, (before, now) in enumerate(zip(old.instructions, new.instructions, strict=False)):
+        if _instruction_difference(old, new, before, now):
+            return position, size
+    return min(len(old.instructions), len(new.instructions)), size
+
+
+def _instruction_difference(old: Program, new: Program, before: Instruction, now: Instruction) -> str:
+    if before.op != now.op:
+        return f"{_name(now)} stands where {before.op} was"
+    named_before = [*enumerate(before.args), *before.kwargs]
+    named_now = [*enumerate(now.args), *now.kwargs]
+    if len(named_before) != len(named_now):
+        return f"{_name(now)} has {len(named_now)} arguments, it had {len(named_before)}"
+    for (name, a), (_, b) in zip(named_before, named_now, strict=True):
+        text = _argument_difference(old, new, a, b)
+        if text:
+            return f"argument {name!r} of {_name(now)} is {text}"
+    return ""
+
+
+def _argument_difference(old: Program, new: Program, before: Arg, now: Arg) -> str:
+    if type(before) is tuple and type(now) is tuple and len(before) == len(now):
+        if not any(type(a) in (Ref, ScalarRef, tuple) for a in (*before, *now)):
+            return f"{list(now)}, it was {list(before)}" if before != now else ""
+        texts = (_argument_difference(old, new, a, b) for a, b in zip(before, now, strict=True))
+        return next(filter(None, texts), "")
+    if type(before) is Ref and type(now) is Ref:
+        type_before, type_now = old.values[before.value].type, new.values[now.value].type
+        if type_before is not type_now:
+            return f"{type_now}, it was {type_before}"
+        return f"another value (%{now.value}, it was %{before.value})" if before != now else ""
+    if type(before) is ScalarRef and type(now) is ScalarRef:
+        kinds = old.scalars[before.slot].__name__, new.scalars[now.slot].__name__
+        return f"a number of type {kinds[1]}, it was {kinds[0]}" if kinds[0] != kinds[1] else ""
+    return f"{_show(now)}, it was {_show(before)}" if before != now else ""
+
+
+def _output_difference(old: Program, new: Program) -> str:
+    maker = {value: i for i in new.instructions for value in i.defines()}
+    more = [value for value in new.outputs if value not in old.outputs]
+    if more:
+        made = f", made by {_name(maker[more[0]])}" if more[0] in maker else ""
+        return f"{len(more)} more values are alive at the barrier{made}"
+    return f"{len(old.outputs) - len(new.outputs)} fewer values are alive at the barrier"
+
+
+def _name(instruction: Instruction) -> str:
+    return f"{instruction.op} ({instruction.where})"
+
+
+def _show(arg: Any) -> str:
+    if type(arg) is Ref:
+        return f"the value %{arg.value}"
+    return "a number" if type(arg) is ScalarRef else repr(arg)
