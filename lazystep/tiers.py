@@ -26,7 +26,7 @@ from .compile.cache import Library
 from .compile.scalars import fixed_slots
 from .config import settings
 from .execute.compare import Results, describe, differences, perturb
-from .execute.native import NativeExecutable, UnfitError
+from .execute.native import NativeExecutable, UnfitError, load
 from .execute.reference import ReferenceExecutable
 from .notices import notice
 from .program.program import Program
@@ -167,10 +167,11 @@ class TieredExecutable:
     def _load(self, library: Library, fixed: Mapping[int, Any], num_threads: int) -> None:
         assert self._signature is not None
         try:
-            native = NativeExecutable(self.program, self._signature, library.path, fixed, num_threads)
+            call = load(library.path)
         except (RuntimeError, OSError) as error:
             self._stay("load", f"the library can't be loaded: {error}")
             return
+        native = NativeExecutable(self.program, self._signature, call, fixed, num_threads)
         self._tiers.num_loaded += 1
         metrics.count("libraries_loaded")
         if library.proxy_ops:
@@ -197,8 +198,8 @@ class TieredExecutable:
         """Run both executables on the same inputs and compare; the step's results are the reference's."""
         program = self.program
         written = program.storage_writes()
-        before = _copy_written(program, inputs, written)
-        copies = _copy_written(program, inputs, written)
+        before = copy_written(program, inputs, written)
+        copies = copy_written(program, inputs, written)
         state = list(inputs)
         actual = self._labelled(copies, loaded.native.run(list(copies), scalars), written)
         metrics.count("native_checks")
@@ -286,7 +287,7 @@ class _Loaded:
         return outputs
 
 
-def _copy_written(
+def copy_written(
     program: Program, inputs: Sequence[torch.Tensor], written: Mapping[int, int]
 ) -> list[torch.Tensor]:
     """The inputs, with copies of the memory that the program writes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 
 # The reference executable unless a test asks for more: bit for bit eager, and nothing in the background.
 os.environ.setdefault("LAZYSTEP_TIER", "reference")
+# Never the user's own cache.
+_cache = tempfile.TemporaryDirectory(prefix="lazystep-tests-")
+os.environ["LAZYSTEP_CACHE_DIR"] = _cache.name
 
-import lazystep
-from lazystep import config
+import lazystep  # noqa: E402
+from lazystep import config  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

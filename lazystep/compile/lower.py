@@ -8,7 +8,7 @@ program's `Signature`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,10 +96,12 @@ class _Interpreter:
         return [self._tensors[value] for value in self._returned]
 
     def _run_instruction(self, instruction: Instruction) -> None:
-        if instruction.rebinds:
-            raise NotImplementedError("the op changes the shape of an argument in place")
         args = [self._fill(arg) for arg in instruction.args]
         kwargs = {name: self._fill(arg) for name, arg in instruction.kwargs}
+        if instruction.rebinds:
+            ((_, rebound),) = instruction.rebinds
+            self._tensors[rebound] = _view_form(instruction.op)(*args, **kwargs)
+            return
         out = self._call(instruction, args, kwargs)
         flat = list(out) if isinstance(out, (tuple, list)) else [out]
         arguments = set(instruction.reads())
@@ -133,6 +135,17 @@ class _Interpreter:
         if type(arg) is ScalarRef:
             return self._scalars[arg.slot]
         return [self._fill(a) for a in arg] if type(arg) is tuple else arg
+
+
+# In-place ops that only look at the same memory in another shape: the argument becomes a view of itself.
+_VIEW_FORMS = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
+
+
+def _view_form(op: str) -> Callable[..., Any]:
+    namespace, packet, overload = op.split(".")
+    if packet not in _VIEW_FORMS:
+        raise NotImplementedError("the op changes the size of an argument in place")
+    return resolve_op(f"{namespace}.{packet.removesuffix('_')}.{overload}")
 
 
 def _has_free(arg: Any) -> bool:

@@ -9,7 +9,7 @@ hold the interpreter lock.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from ..program.signature import Signature, Where
 from ..program.types import type_of
 from .executable import InstructionError
 from .reference import relayout
+
+# Tensors in, tensors out: what a library is to Python.
+Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class UnfitError(Exception):
@@ -33,16 +36,16 @@ class NativeExecutable:
         self,
         program: Program,
         signature: Signature,
-        library: Path,
+        call: Call,
         fixed: Mapping[int, Any],
         num_threads: int,
     ) -> None:
-        """Load the library. Raises `RuntimeError` or `OSError` if it can't be loaded."""
+        """`call` is the library's entry, see `load`."""
         self.program = program
         self.num_threads = num_threads
         self._signature = signature
         self._fixed = tuple(fixed.items())
-        self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)
+        self._call = call
         self._expected = [
             (a.position, a.type.dtype, a.type.shape, a.type.stride, a.is_flat) for a in signature.arguments
         ]
@@ -64,7 +67,7 @@ class NativeExecutable:
         if signature.ints:
             flat.append(torch.tensor([scalars[slot] for slot in signature.ints], dtype=torch.int64))
         try:
-            returned = self._runner.run(flat)
+            returned = self._call(flat)
         except RuntimeError as error:
             position = _failed_position(self.program, str(error))
             raise InstructionError(position, all_started=True) from error.with_traceback(None)
@@ -112,6 +115,12 @@ class NativeExecutable:
                 memory = returned[number] if where is Where.VIEW else arguments[number]
                 outputs.append(memory.as_strided(type_.shape, type_.stride, type_.offset))
         return outputs
+
+
+def load(library: Path) -> Call:
+    """The entry of a library. Raises `RuntimeError` or `OSError` if it can't be loaded."""
+    call: Call = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1).run
+    return call
 
 
 _ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")

@@ -1,0 +1,101 @@
+"""Every operator of PyTorch's database, lowered: Inductor's graph computes what the reference does.
+
+Building a library takes seconds, lowering takes milliseconds. So here every program runs twice, on the
+reference executable and as its lowered graph, op by op and uncompiled; mutated inputs, aliased
+outputs and scalars go through the same signature as a library's. What can't be lowered is listed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import lazystep
+from lazystep import barrier
+from lazystep.compile.lower import LoweringError, lower
+from lazystep.compile.scalars import fixed_slots
+from lazystep.execute.compare import describe, differences
+from lazystep.execute.native import NativeExecutable
+from lazystep.program.serialize import from_json, to_json
+from lazystep.program.signature import NotCallableError, signature_of
+from lazystep.tiers import TieredExecutable, copy_written
+
+from .conftest import Counts
+from .test_ops import OPS, UNINITIALIZED, call, pick_samples
+
+# Programs of these stay on the reference executable: part of what is said about them.
+NOT_LOWERED = {"resize_": "changes the size of an argument"}
+NEVER_LOWERED = " is complex: "
+
+
+class LoweredExecutable(TieredExecutable):
+    """Runs a program as its lowered graph too, and compares."""
+
+    compared: list[str]
+    refused: list[str]
+    wrong: list[str]
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        program = self.program
+        try:
+            plain = from_json(to_json(program))
+            assert to_json(plain) == to_json(program)
+            slots = fixed_slots(program)
+            signature = signature_of(program, slots)
+            fixed = {slot: scalars[slot] for slot in slots}
+            graph, _ = lower(plain, signature, fixed)
+        except (LoweringError, NotCallableError) as error:
+            self.refused.append(f"{type(error).__name__}: {error}")
+            return super().run(inputs, scalars)
+        num_threads = torch.get_num_threads()
+        native = NativeExecutable(program, signature, lambda flat: list(graph(*flat)), fixed, num_threads)
+        written = program.storage_writes()
+        copies = copy_written(program, inputs, written)
+        given = list(inputs)
+        actual = self._labelled(copies, native.run(list(copies), scalars), written)
+        outputs = super().run(inputs, scalars)
+        expected = self._labelled(given, outputs, written)
+        for (value, a), (_, b) in zip(expected, actual, strict=True):
+            if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+                self.wrong.append(f"%{value} is {b.dtype} {b.shape} {b.stride()}")
+        found = differences(expected, actual, lambda: expected)
+        if found:
+            self.wrong.append(describe(program, found))
+        self.compared.append("")
+        return outputs
+
+
+@pytest.fixture(autouse=True)
+def lowered(monkeypatch: pytest.MonkeyPatch) -> type[LoweredExecutable]:
+    monkeypatch.setattr(torch, "_lazy", types.SimpleNamespace(mark_step=lazystep.mark_step), raising=False)
+    monkeypatch.setattr(barrier, "TieredExecutable", LoweredExecutable)
+    for name in ("compared", "refused", "wrong"):
+        monkeypatch.setattr(LoweredExecutable, name, [], raising=False)
+    barrier.runtime.programs.clear()
+    return LoweredExecutable
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_lowered_graph_computes_what_the_reference_does(
+    name: str, lowered: type[LoweredExecutable], counts: Counts
+) -> None:
+    op = OPS[name]
+    dtype = torch.float32 if torch.float32 in op.supported_dtypes("cpu") else torch.int64
+    if dtype not in op.supported_dtypes("cpu"):
+        pytest.skip("neither float32 nor int64")
+    grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    for sample in pick_samples(op, dtype, grad, 1):
+        call(op.op, sample, "lazy", grad=grad)
+        lazystep.wait_device_ops()
+    for _ in lowered.refused:
+        counts.add("refused")
+    for _ in lowered.compared:
+        counts.add("compared")
+    if name not in UNINITIALIZED:
+        assert not lowered.wrong, lowered.wrong[:3]
+    for reason in lowered.refused:
+        assert NOT_LOWERED.get(name, NEVER_LOWERED) in reason
