@@ -32,6 +32,7 @@ from ..program.serialize import NotPlainError, to_json
 from .cache import CacheError, Library, LibraryCache, cache_directory
 from .key import NoCompilerError, environment, inductor_options, library_key
 
+COMMAND = (sys.executable, "-m", "lazystep.compile.worker")
 _MAX_CRASHES = 3
 _POLL_SECONDS = 0.2
 
@@ -279,7 +280,7 @@ class Builder:
         environ["OMP_NUM_THREADS"] = "1"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lazystep.compile.worker"],
+                COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
