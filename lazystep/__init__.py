@@ -23,6 +23,7 @@ from .barrier import (
     wait_device_ops,
     wait_for_compile,
 )
+from .capture.step import CaptureError, Step, step
 from .errors import (
     ClosureError,
     ConfigError,
@@ -39,6 +40,7 @@ from .record.python.tensor import get_tensor_id
 from .step_closures import add_step_closure, flush_step_closures, get_device_context, step_closure
 
 __all__ = [
+    "CaptureError",
     "ClosureError",
     "ConfigError",
     "DeviceMismatchError",
@@ -46,6 +48,7 @@ __all__ = [
     "LazyStepError",
     "LazyStepWarning",
     "QueueFullError",
+    "Step",
     "StepError",
     "UnsupportedError",
     "WaitTimeoutError",
@@ -62,6 +65,7 @@ __all__ = [
     "report",
     "run_step_closures",
     "save",
+    "step",
     "step_closure",
     "sync_multi",
     "to_cpu",

@@ -11,8 +11,8 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -37,6 +37,16 @@ from .step_closures import DeviceContext, check_device, get_device_context, repo
 from .tiers import TieredExecutable, Tiers, wait_for_builds
 
 
+class CutProgram(NamedTuple):
+    """A program that is about to be queued, with what it gets and what it makes."""
+
+    known: KnownRecording
+    variant: Variant[TieredExecutable]
+    inputs: list[Handle]
+    scalars: list[Any]
+    outputs: list[Handle | None]
+
+
 class Runtime:
     """The lazy device's state: one recorder, one program cache, one executor."""
 
@@ -49,6 +59,8 @@ class Runtime:
         self.num_steps = 0
         self.last_program: Program | None = None
         self.is_forked = False
+        # Told of every program that is cut, before it is queued: capture looks at it and may set scalars.
+        self.on_cut: Callable[[CutProgram], None] | None = None
         self.recorder.synchronize = self.synchronize
         self.recorder.synchronize_all = self.synchronize_all
         self.recorder.on_full = self._automatic_barrier
@@ -86,6 +98,8 @@ class Runtime:
         self.recorder.guess_next(known)
         handles = dict(cut.live)
         outputs = [handles.get(index) for index in variant.outputs]
+        if self.on_cut is not None:
+            self.on_cut(CutProgram(known, variant, recording.inputs, recording.scalars, outputs))
         self.num_steps += 1
         self.last_program = variant.executable.program
         run = Run(
@@ -94,7 +108,8 @@ class Runtime:
             recording.scalars,
             outputs,
             self.num_steps,
-            _State(recording.written, variant.executable.program),
+            # By number now: the next recording numbers them anew.
+            _State({s.number: s for s in recording.written}, variant.executable.program),
         )
         for _, handle in cut.live:
             handle.run = run
@@ -124,6 +139,62 @@ class Runtime:
         self.history.appeared(variant.executable)
         self.programs.add(known, variant, settings.program_cache_size)
         return variant
+
+    def replay(
+        self,
+        variant: Variant[TieredExecutable],
+        inputs: list[Handle],
+        scalars: list[Any],
+        context: DeviceContext,
+        prepare: Callable[[list[Handle]], None],
+    ) -> None:
+        """Queue a known program on these inputs, as the whole of a step, without a recording.
+
+        `prepare` gets the handles of the outputs before the step ends, to hand them to closures.
+        Waits only for a place among the steps in flight.
+        """
+        if self.is_forked:
+            raise device.fork_error()
+        program = variant.executable.program
+        while True:
+            with self.recorder.lock:
+                if self.executor.has_room():
+                    self._submit_replay(variant, program, inputs, scalars, context, prepare)
+                    return
+            self.executor.wait_for_room()
+
+    def _submit_replay(
+        self,
+        variant: Variant[TieredExecutable],
+        program: Program,
+        inputs: list[Handle],
+        scalars: list[Any],
+        context: DeviceContext,
+        prepare: Callable[[list[Handle]], None],
+    ) -> None:
+        values = program.values
+        storages = {values[v].storage: h.storage for v, h in zip(program.inputs, inputs, strict=True)}
+        outputs = []
+        for value in variant.outputs:
+            type_, number = values[value]
+            if number not in storages:
+                storages[number] = Storage(program.storages[number].nbytes)
+            outputs.append(Handle(type_, storages[number]))
+        self.num_steps += 1
+        self.last_program = program
+        written = {number: storages[number] for number in variant.executable.written_storages}
+        run = Run(variant.executable, inputs, scalars, outputs, self.num_steps, _State(written, program))
+        for handle in inputs:
+            handle.pristine = False
+        for storage in written.values():
+            storage.run = run
+        for handle in outputs:
+            handle.run = handle.storage.run = run
+        prepare(outputs)
+        context.end_step()
+        metrics.count("programs_replayed")
+        release_pool()
+        self.executor.submit(run)
 
     def _automatic_barrier(self) -> None:
         metrics.count("automatic_barriers")
@@ -203,9 +274,8 @@ class Runtime:
 class _State:
     """The storages that a run writes: what must be kept of them before, and told of them after a failure."""
 
-    def __init__(self, written: list[Storage], program: Program) -> None:
-        # By number now: the next recording numbers them anew.
-        self._storages = {storage.number: storage for storage in written}
+    def __init__(self, storages: Mapping[int, Storage], program: Program) -> None:
+        self._storages = storages
         self._program = program
 
     def find_error(self, cells: Sequence[Cell]) -> LazyStepError | None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils import _pytree as pytree
 
@@ -76,6 +76,33 @@ def _take(leaf: Any) -> Any:
     return leaf.take() if type(leaf) is Snapshot else leaf
 
 
+class Throttle:
+    """Lets a closure run in every N-th step that adds it."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._num_steps = -1
+        self._last_step = -1
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is this step's turn. Counts the step once, however often it asks."""
+        if step != self._last_step:
+            self._last_step = step
+            self._num_steps += 1
+        return self._num_steps % self._every == 0
+
+
+class Added(NamedTuple):
+    """A call that adds a closure to the step: what a captured step does again at each replay."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    run_async: bool
+    where: str
+    throttle: Throttle | None
+
+
 class DeviceContext:
     """What belongs to one device: the closures of the step that is being recorded, and their handlers."""
 
@@ -89,6 +116,8 @@ class DeviceContext:
         self._async: list[StepClosure] = []
         # Closures of ended steps, for `run_closures`: their values are frozen already.
         self._ended: list[tuple[list[StepClosure], list[StepClosure]]] = []
+        # While a step is captured: what it adds, also when a throttle holds it back this time.
+        self.log: list[Added] | None = None
 
     def __repr__(self) -> str:
         return f"DeviceContext({self.device!r})"
@@ -106,6 +135,13 @@ class DeviceContext:
         """Keep a closure for the end of the step."""
         with self._lock:
             (self._async if run_async else self._sync).append(closure)
+
+    def add_now(self, added: Added) -> None:
+        """Do what `add_step_closure` was asked to, unless a throttle holds it back."""
+        if self.log is not None:
+            self.log.append(added)
+        if added.throttle is None or added.throttle.is_due(self.step):
+            self.add(StepClosure(added.function, added.args, added.kwargs, added.where), added.run_async)
 
     def take(self) -> tuple[list[StepClosure], list[StepClosure]]:
         """The async and the sync closures added since the last call."""
@@ -200,8 +236,8 @@ def add_step_closure(
             f"args must be a sequence of arguments, got {type(args).__name__}; write (x,) for one"
         )
     _warn_of_captured_tensors(closure)
-    context = get_device_context(device)
-    context.add(StepClosure(closure, tuple(args), dict(kwargs or {}), user_line(2)), run_async)
+    added = Added(closure, tuple(args), dict(kwargs or {}), run_async, user_line(2), None)
+    get_device_context(device).add_now(added)
 
 
 def flush_step_closures(timeout: float | None = None) -> None:
@@ -226,18 +262,11 @@ def step_closure(run_async: bool = False, every: int = 1) -> Callable[[F], F]:
         raise ValueError(f"every = {every}: expected at least 1")
 
     def decorate(function: F) -> F:
-        num_steps = -1
-        last_step = -1
+        throttle = Throttle(every)
 
         @functools.wraps(function)
         def add(*args: Any, **kwargs: Any) -> None:
-            nonlocal num_steps, last_step
-            step = get_device_context().step
-            if step != last_step:
-                last_step = step
-                num_steps += 1
-            if num_steps % every == 0:
-                add_step_closure(function, args, run_async, kwargs=kwargs)
+            get_device_context().add_now(Added(function, args, kwargs, run_async, user_line(2), throttle))
 
         return add  # type: ignore[return-value]
 

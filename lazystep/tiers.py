@@ -46,11 +46,11 @@ class State(enum.Enum):
 
 
 class Tiers:
-    """What all programs share: the builder, and how many libraries are loaded."""
+    """What all programs share: the builder, and how many libraries have been loaded."""
 
     def __init__(self) -> None:
         self.builder = Builder()
-        self.num_loaded = 0
+        self.num_loaded = 0  # ever: a library that is not used any more stays mapped
 
     def close(self) -> None:
         """End building, at once."""
@@ -62,6 +62,7 @@ class TieredExecutable:
 
     def __init__(self, program: Program, tiers: Tiers) -> None:
         self.program = program
+        self.written_storages = tuple(program.storage_writes())
         self.state = State.REFERENCE
         self.reason = ""
         self.num_runs = 0
@@ -187,7 +188,6 @@ class TieredExecutable:
 
     def _discard(self, loaded: _Loaded, kind: str, reason: str) -> None:
         self._loaded = [one for one in self._loaded if one is not loaded]
-        self._tiers.num_loaded -= 1
         self._stay(kind, reason)
 
     # -- checking ----------------------------------------------------------------------------------

@@ -197,6 +197,7 @@ class Builder:
             raise BuildError("cache", why)
         notice("cache", f"{why}. Libraries of this process are kept in a temporary directory")
         metrics.count("cache_unusable")
+        self._kill()  # its own files are in there too
         try:
             self._own_directory = Path(tempfile.mkdtemp(prefix="lazystep-"))
         except OSError as error:
@@ -254,6 +255,9 @@ class Builder:
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
             line = self._read_line(process)
+        except TimeoutError as error:
+            self._kill()
+            raise BuildError("timeout", str(error)) from error
         except (OSError, EOFError) as error:
             self._num_crashes += 1
             self._kill()
@@ -262,9 +266,6 @@ class Builder:
                     "crashes", f"the builder process died {self._num_crashes} times; nothing more is built"
                 )
             raise BuildError("crash", f"the builder process died ({error})") from error
-        except TimeoutError as error:
-            self._kill()
-            raise BuildError("timeout", str(error)) from error
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -17,7 +17,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ..config import settings
 from ..program.program import Source
@@ -140,6 +142,13 @@ class Cut:
         self.live = live
 
 
+class Draw(NamedTuple):
+    """Random numbers that were drawn on the host: the value they became, and how to draw them again."""
+
+    handle: Handle
+    again: Callable[[], torch.Tensor]
+
+
 class Recorder:
     """Owns the current recording. All methods may be called from any thread.
 
@@ -155,6 +164,8 @@ class Recorder:
         # Weak: the program cache decides how long a recording is known.
         self._known: weakref.WeakValueDictionary[tuple[Entry, ...], KnownRecording]
         self._known = weakref.WeakValueDictionary()
+        # While a step is captured: the random numbers it drew, in order, and how to draw them again.
+        self.draws: list[Draw] | None = None
         self.synchronize: Callable[[Sequence[Handle]], None] = _not_wired
         self.synchronize_all: Callable[[], None] = _not_wired
         self.on_full: Callable[[], None] = _not_wired

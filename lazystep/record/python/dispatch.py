@@ -19,7 +19,7 @@ from ..cpu_branch import run_composite
 from ..decide import Action, Decision, Operand, OpFacts, decide
 from ..handle import Handle, Storage, handle_of_host_tensor
 from ..host import eager_dispatch, serial_dispatch
-from ..recorder import Recorder
+from ..recorder import Draw, Recorder
 from ..snapshot import preserve_snapshots
 from ..source import user_line
 from .tensor import LazyTensor, retype, wrap
@@ -442,12 +442,41 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with serial_dispatch():
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
-        if written is None:
-            return wrap(handle_of_host_tensor(out))
-        if written._handle.pristine:
+        if written is not None and written._handle.pristine:
+            _log_draw(written._handle, func, args, kwargs)
             return written
         drawn = wrap(handle_of_host_tensor(out))
+    _log_draw(drawn._handle, func, args, kwargs)
+    if written is None:
+        return drawn
     return dispatch(torch.ops.aten.copy_.default, (written, drawn), {})
+
+
+def _log_draw(handle: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _recorder.draws is None:
+        return
+
+    def template(arg: Any) -> Any:
+        if type(arg) is torch.device:
+            return torch.device("cpu")
+        return arg._handle.type if type(arg) is LazyTensor else arg
+
+    fixed_args = [template(a) for a in args]
+    fixed_kwargs = {name: template(a) for name, a in kwargs.items()}
+
+    def fresh(arg: Any) -> Any:
+        if type(arg) is TensorType:
+            return torch.empty_strided(arg.shape, arg.stride, dtype=arg.dtype)
+        return arg
+
+    def again() -> torch.Tensor:
+        with serial_dispatch():
+            drawn: torch.Tensor = func(
+                *(fresh(a) for a in fixed_args), **{name: fresh(a) for name, a in fixed_kwargs.items()}
+            )
+            return drawn
+
+    _recorder.draws.append(Draw(handle, again))
 
 
 # -- handlers ----------------------------------------------------------------------------------

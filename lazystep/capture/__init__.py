@@ -1,0 +1,1 @@
+"""Capture: `@lazystep.step` records a step function and replays it without its Python."""

@@ -1,0 +1,367 @@
+"""One recorded call of a step function: what it read, drew, computed, rebound and returned.
+
+The function runs as it would without capture, on tensors that record; only its numbers are traced. What
+is learned here is compared with the call before: where both agree, a `Replay` can do the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .. import metrics
+from ..barrier import CutProgram, runtime
+from ..record.handle import Handle
+from ..record.recorder import Draw
+from ..record.source import user_line
+from ..step_closures import Added, DeviceContext
+from .places import Place, Reach
+from .traced import Expression, Trace, Traced, traced_math, true_value
+
+
+def handle_or_none(value: Any) -> Handle | None:
+    """The handle of a lazy tensor; None for anything else."""
+    handle = getattr(value, "_handle", None)
+    return handle if isinstance(handle, Handle) else None
+
+
+class HostState:
+    """A number that an optimizer keeps in a CPU tensor: a step count, a running product."""
+
+    def __init__(self, tensor: torch.Tensor, name: tuple[Any, ...]) -> None:
+        self.tensor = tensor
+        self.name = name
+        self.before = tensor.item()
+        self.factor: Traced | None = None
+
+    def read(self, trace: Trace) -> float:
+        """The number as it is now, traced. Puts the true value where a tagged factor went in."""
+        now = self.tensor.item()
+        if now not in (self.before, self.before + 1):
+            self._find_factor(trace)
+            now = self.tensor.item()
+        return trace.source(now, *self.name)
+
+    def _find_factor(self, trace: Trace) -> None:
+        if self.factor is not None:
+            return
+        now = self.tensor.item()
+        for number in trace.numbers():
+            if torch.tensor(self.before, dtype=self.tensor.dtype).mul_(float(number)).item() == now:
+                self.factor = number
+                self.tensor.copy_(torch.tensor(self.before, dtype=self.tensor.dtype).mul_(number.true))
+                return
+
+    def rule(self, trace: Trace) -> tuple[str, Expression] | None:
+        """How a replay updates it: ("same" | "next" | "scale", factor); None if that can't be told."""
+        now = self.tensor.item()
+        if self.factor is None and now == self.before:
+            return "same", 1.0
+        if self.factor is None and now == self.before + 1:
+            return "next", 1.0
+        self._find_factor(trace)
+        return None if self.factor is None else ("scale", self.factor.expression)
+
+
+class RecordedCall:
+    """Runs a function once and keeps what there is to know about it.
+
+    `reason`, if not empty, says why this call can't be replayed; the call itself was right.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        owner: Any,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        context: DeviceContext,
+    ) -> None:
+        self.reason = ""
+        self.leaves = leaves
+        self.trace = Trace()
+        self.program: CutProgram | None = None
+        self.scalars: list[tuple[Any, Expression]] = []  # true values, and expressions where known
+        self.constants: dict[int, torch.Tensor] = {}
+        self._function = function
+        self._context = context
+        roots = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str))]
+        self._roots = [owner, *roots]
+        self.is_settling = False
+        self.reach = Reach(function, self._roots)
+        self.host_state = self._find_host_state()
+        self.before = [place.get() for place in self.reach.tensors]
+        self._handles_before = {id(h): h for v in self.before if (h := handle_or_none(v)) is not None}
+        self.guards = Guards(self.reach)
+        self._cuts: list[str] = []
+        self.draws: list[Draw] = []
+        self.added: list[Added] = []
+        self.result: Any = None
+        self._run(spec)
+
+    # -- running ------------------------------------------------------------------------------------
+
+    def _run(self, spec: pytree.TreeSpec) -> None:
+        recorder, context = runtime.recorder, self._context
+        traced = [
+            self.trace.source(leaf, "argument", number) if type(leaf) is float else leaf
+            for number, leaf in enumerate(self.leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(traced, spec)
+        num_syncs = metrics.counter_value("synchronizations")
+        recorder.draws, context.log = self.draws, self.added
+        runtime.on_cut = self._on_cut
+        try:
+            with traced_math(), self._traced_groups(), self._traced_state():
+                self.result = self._function(*args, **kwargs)
+            if metrics.counter_value("synchronizations") != num_syncs or self._cuts:
+                lines = metrics.synchronizations()
+                where = self._cuts[0] if self._cuts else lines[0][1] if lines else "an unknown line"
+                self._refuse(f"it waits for a value, or ends a step, at {where}")
+            self._settle()
+            runtime.flush(context)
+            if self.program is None:
+                self._refuse("it records nothing")
+        finally:
+            runtime.on_cut = None
+            recorder.draws = context.log = None
+        self._find_lost_outputs()
+
+    def _on_cut(self, cut: CutProgram) -> None:
+        if self.program is None and self._is_settled():
+            self.program = cut._replace(
+                inputs=list(cut.inputs), scalars=list(cut.scalars), outputs=list(cut.outputs)
+            )
+            for position, handle in enumerate(cut.inputs):
+                if (
+                    handle.run is None
+                    and handle.tensor is not None
+                    and id(handle) not in self._handles_before
+                ):
+                    self.constants[position] = handle.tensor.clone()
+        else:
+            self._cuts.append(user_line(2))
+        for slot, value in enumerate(cut.scalars):
+            found = self.trace.find(value)
+            if found is not None:
+                cut.scalars[slot] = found.true
+            self.scalars.append((cut.scalars[slot], None if found is None else found.expression))
+
+    _settled = False
+
+    def _is_settled(self) -> bool:
+        return self._settled
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _traced_groups(self) -> Iterator[None]:
+        """Hyperparameters of every optimizer in reach are traced numbers for the time of the call."""
+        injected = []
+        for number, optimizer in enumerate(self.reach.optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                for key, value in list(group.items()):
+                    traced = self._trace_hyperparameter(value, number, position, key)
+                    if traced is not None:
+                        group[key] = traced
+                        injected.append((group, key, value, traced))
+        try:
+            yield
+        finally:
+            for group, key, value, traced in injected:
+                if group.get(key) is not traced:
+                    self._refuse(f"it changes the optimizer's {key!r} itself; step the scheduler outside")
+                    group[key] = pytree.tree_map(true_value, group.get(key))
+                else:
+                    group[key] = value
+
+    def _trace_hyperparameter(self, value: Any, *name: Any) -> Any:
+        if type(value) is float:
+            return self.trace.source(value, "group", *name, None)
+        if type(value) is tuple and value and all(type(v) is float for v in value):
+            return tuple(self.trace.source(v, "group", *name, k) for k, v in enumerate(value))
+        return None
+
+    def _find_host_state(self) -> dict[int, HostState]:
+        found = {}
+        for number, optimizer in enumerate(self.reach.optimizers):
+            for position, state in enumerate(optimizer.state.values()):
+                for key, value in state.items():
+                    is_number = isinstance(value, torch.Tensor) and value.dim() == 0
+                    if is_number and value.device.type == "cpu" and value.dtype.is_floating_point:
+                        found[id(value)] = HostState(value, ("state", number, position, key))
+        return found
+
+    @contextlib.contextmanager
+    def _traced_state(self) -> Iterator[None]:
+        """Optimizers read their step counts through one function: traced for the time of the call."""
+
+        def get_value(x: Any) -> Any:
+            state = self.host_state.get(id(x))
+            if state is not None:
+                return state.read(self.trace)
+            return x.item() if isinstance(x, torch.Tensor) else x
+
+        patched = []
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
+                patched.append((module.__dict__, module.__dict__["_get_value"]))
+                module.__dict__["_get_value"] = get_value
+        try:
+            yield
+        finally:
+            for names, original in patched:
+                names["_get_value"] = original
+
+    # -- what the call left behind -----------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Look at what has changed, before the barrier decides what is an output."""
+        self.after = [place.get() for place in self.reach.tensors]
+        changed = self.guards.find_side_effect()
+        if changed:
+            self._refuse(changed)
+        self.rules = {key: state.rule(self.trace) for key, state in self.host_state.items()}
+        for key, rule in self.rules.items():
+            if rule is None:
+                self._refuse(
+                    f"it changes the optimizer's {self.host_state[key].name[-1]!r} in an unknown way"
+                )
+        self.result_leaves, self.result_spec = pytree.tree_flatten(self.result)
+        self._settled = True
+
+    def owned_handles(self) -> set[int]:
+        """The values that a replay can hand to whoever has them: results, closures' arguments, places."""
+        leaves = list(self.result_leaves)
+        for added in self.added:
+            leaves += pytree.tree_leaves((added.args, added.kwargs))
+        leaves += self.after
+        return {id(h) for leaf in leaves if (h := handle_or_none(leaf)) is not None}
+
+    def _find_lost_outputs(self) -> None:
+        if self.program is None or self.reason:
+            return
+        owned = self.owned_handles()
+        lost = [
+            (position, weakref.ref(handle))
+            for position, handle in enumerate(self.program.outputs)
+            if handle is not None and id(handle) not in owned
+        ]
+        if not lost:
+            return
+        for position, _ in lost:
+            self.program.outputs[position] = None
+        gc.collect()  # a value in a reference cycle is nobody's
+        now = Reach(self._function, self._roots)
+        held = {id(h) for place in now.tensors if (h := handle_or_none(place.get())) is not None}
+        for position, reference in lost:
+            handle = reference()
+            if handle is not None and id(handle) in held:
+                # State that this call has made, such as an optimizer's: the next call finds it there.
+                self.is_settling = True
+            elif handle is not None:
+                value = self.program.variant.outputs[position]
+                maker = _maker_of(self.program, value)
+                self._refuse(f"a tensor made at {maker} is kept where a replay can't put a new one")
+
+    def drop_tensors(self) -> None:
+        """Let go of everything that a later call does not have to be compared with."""
+        self.result = None
+
+
+def _maker_of(program: CutProgram, value: int) -> str:
+    for instruction in program.variant.executable.program.instructions:
+        if value in instruction.defines():
+            return f"{instruction.where} ({instruction.op})"
+    return "an unknown line"
+
+
+class Guards:
+    """What a replay takes for granted: modes, flags, hooks, numbers and structure around the function."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._slots = [(p.container, p.key) for p in reach.simple if p.kind == "item"]
+        self._cells = [p for p in reach.simple if p.kind != "item"]
+        self._simple = self._read_simple()
+        self._sizes = [len(container) for container in reach.sizes]
+        self._structure = self._read_structure()
+        self._states = [optimizer.state for optimizer in reach.optimizers]
+        self._groups = self._read_groups()
+
+    def _read_simple(self) -> list[Any]:
+        values = [
+            container.get(key) if type(container) is dict else container[key]
+            for container, key in self._slots
+        ]
+        return values + [place.get() for place in self._cells]
+
+    def _read_structure(self) -> list[Any]:
+        reach = self._reach
+        rows: list[Any] = [p.requires_grad for p in reach.parameters]
+        rows += [p.grad is None for p in reach.parameters]
+        for module in reach.modules:
+            fields = module.__dict__
+            rows += map(id, fields["_modules"].values())
+            rows += map(id, fields["_parameters"].values())
+        rows += reach.num_hooks()
+        return rows
+
+    def _read_groups(self) -> list[Any]:
+        rows: list[Any] = []
+        for optimizer in self._reach.optimizers:
+            for group in optimizer.param_groups:
+                rows += map(id, group["params"])
+                rows += [v for k, v in group.items() if k != "params" and not _is_traced_kind(v)]
+        return rows
+
+    def hold(self) -> bool:
+        """Whether everything is as it was when the call began."""
+        try:
+            return (
+                self._read_simple() == self._simple
+                and [len(container) for container in self._reach.sizes] == self._sizes
+                and self._read_structure() == self._structure
+                and all(o.state is s for o, s in zip(self._reach.optimizers, self._states, strict=True))
+                and self._read_groups() == self._groups
+            )
+        except (KeyError, IndexError):
+            return False
+
+    def find_side_effect(self) -> str:
+        """A number or container that the call itself has changed: a replay would leave it as it is."""
+        for place, before, now in zip(
+            [*self._slots, *self._cells], self._simple, self._read_simple(), strict=True
+        ):
+            key = place[1] if isinstance(place, tuple) and not isinstance(place, Place) else "a variable"
+            # A slot that held nothing may come to hold a tensor: that is state, not a side effect.
+            if before is not None and (type(before) is not type(now) or before != now):
+                return f"it changes {key!r} from {before!r} to {now!r}, which a replay would not"
+        for container, before in zip(self._reach.sizes, self._sizes, strict=True):
+            if len(container) != before:
+                kind = type(container).__name__
+                sizes = f"from {before} to {len(container)}"
+                return f"it changes the length of a {kind} {sizes}, which a replay would not"
+        return ""
+
+
+def _is_traced_kind(value: Any) -> bool:
+    return type(value) is float or (
+        type(value) is tuple and bool(value) and all(type(v) is float for v in value)
+    )
+
+
+def changed_places(call: RecordedCall) -> Sequence[tuple[Place, Any, Any]]:
+    """Places whose tensor is another object after the call: (place, before, after)."""
+    rows = zip(call.reach.tensors, call.before, call.after, strict=True)
+    return [(place, before, after) for place, before, after in rows if before is not after]

@@ -1,0 +1,337 @@
+"""A captured step: its program, and where everything that goes in and out of it is found.
+
+Made from two recorded calls that agree. Every input of the program must be explained: an argument, a
+place, a random draw, or a constant; every number too: the same in both calls, or computed from sources
+that can be read again. What is not explained is a reason not to replay, never a frozen value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from ..barrier import runtime
+from ..program.program import Program, slots_of
+from ..record.handle import Handle, handle_of_host_tensor
+from ..record.python.tensor import wrap
+from ..step_closures import Added, DeviceContext
+from .places import Place
+from .recorded import RecordedCall, handle_or_none
+from .traced import Expression, Traced, Writer, true_value
+
+
+class NotReplayableError(Exception):
+    """Two calls do not determine a replay. The message says what is not explained."""
+
+
+# What a leaf of a result or of a closure's arguments is made of at a replay.
+Recipe = Callable[["_Context"], Any]
+
+
+class _Context:
+    """What a running replay has at hand."""
+
+    __slots__ = ("leaves", "numbers", "outputs", "tensors")
+
+    def __init__(self, leaves: Sequence[Any], numbers: Sequence[Any], outputs: list[Handle]) -> None:
+        self.leaves = leaves
+        self.numbers = numbers
+        self.outputs = outputs
+        self.tensors: dict[int, Any] = {}
+
+    def output(self, position: int) -> Any:
+        # One tensor per output: what was one object in the recorded call is one object again.
+        if position not in self.tensors:
+            self.tensors[position] = wrap(self.outputs[position])
+        return self.tensors[position]
+
+
+class Replay:
+    """Does what a recorded call did, without its Python. `is_valid` must be asked before each `run`."""
+
+    def __init__(self, earlier: RecordedCall, call: RecordedCall) -> None:
+        """Raises `NotReplayableError`."""
+        assert earlier.program is not None
+        assert call.program is not None
+        self.num_runs = 0
+        self.known = call.program.known
+        self.variant = call.program.variant
+        self.guards = call.guards
+        self._program = self.variant.executable.program
+        self._expressions: list[Expression] = []
+        self._bind_inputs(earlier, call)
+        self._find_scalars(earlier, call)
+        self._find_outputs(earlier, call)
+        self._evaluate = self._write(call)
+        self._types = [self._program.values[value].type for value in self._program.inputs]
+
+    # -- binding -------------------------------------------------------------------------------------
+
+    def _bind_inputs(self, earlier: RecordedCall, call: RecordedCall) -> None:
+        assert earlier.program is not None
+        assert call.program is not None
+        self._draws = [draw.again for draw in call.draws]
+        if len(earlier.draws) != len(call.draws):
+            raise NotReplayableError("it draws another number of random tensors in each call")
+        places: dict[int, Place] = {}
+        for place, value in zip(call.reach.tensors, call.before, strict=True):
+            if (handle := handle_or_none(value)) is not None:
+                places.setdefault(id(handle), place)
+        arguments = {id(h): n for n, v in enumerate(call.leaves) if (h := handle_or_none(v)) is not None}
+        drawn = {id(draw.handle): n for n, draw in enumerate(call.draws)}
+        # (how, which): read at each replay, in this order.
+        self._sources: list[tuple[str, Any]] = []
+        pairs = zip(earlier.program.inputs, call.program.inputs, strict=True)
+        for position, (before, now) in enumerate(pairs):
+            if id(now) in arguments:
+                self._sources.append(("argument", arguments[id(now)]))
+            elif id(now) in drawn and id(now) not in places:
+                self._sources.append(("draw", drawn[id(now)]))
+            elif id(now) in places:
+                self._sources.append(("place", places[id(now)]))
+            elif before is now:
+                self._sources.append(("handle", now))
+            elif position in call.constants and self._is_constant(earlier, call, position):
+                self._sources.append(("handle", handle_of_host_tensor(call.constants[position].clone())))
+            else:
+                where = _first_use(self._program, self._program.inputs[position])
+                raise NotReplayableError(
+                    f"the tensor used at {where} is another one in each call; make it an argument of the step"
+                )
+        self._storages = self._storage_pattern(call.program.inputs)
+
+    @staticmethod
+    def _is_constant(earlier: RecordedCall, call: RecordedCall, position: int) -> bool:
+        before, now = earlier.constants.get(position), call.constants[position]
+        is_same = before is not None and before.dtype == now.dtype and before.shape == now.shape
+        return is_same and before is not None and torch.equal(before, now)
+
+    def _storage_pattern(self, handles: Sequence[Handle]) -> list[int]:
+        """A number per input, equal where inputs share memory; nothing if none do."""
+        ids = [id(handle.storage) for handle in handles]
+        if len(set(ids)) == len(ids):
+            return []
+        first: dict[int, int] = {}
+        return [first.setdefault(number, len(first)) for number in ids]
+
+    def _find_scalars(self, earlier: RecordedCall, call: RecordedCall) -> None:
+        """Every scalar is either the same in both calls or computed from traced numbers."""
+        pairs = zip(earlier.scalars, call.scalars, strict=True)
+        used = self._program.used_slots()
+        for slot, ((old_value, old), (value, expression)) in enumerate(pairs):
+            if expression is not None and expression == old:
+                self._expressions.append(expression)
+            elif slot not in used or (type(value) is type(old_value) and _same(value, old_value)):
+                self._expressions.append(value)
+            else:
+                raise NotReplayableError(
+                    f"the number in {_slot_user(self._program, slot)} was {old_value!r} and then {value!r}, "
+                    "and a replay can't compute it; make it an argument of the step"
+                )
+
+    # -- what comes out --------------------------------------------------------------------------------
+
+    def _find_outputs(self, earlier: RecordedCall, call: RecordedCall) -> None:
+        assert call.program is not None
+        self._made = {id(h): n for n, h in enumerate(call.program.outputs) if h is not None}
+        self._argument_ids = {id(v): n for n, v in enumerate(call.leaves) if isinstance(v, torch.Tensor)}
+        self._place_ids = {
+            id(v): place
+            for place, v in zip(call.reach.tensors, call.after, strict=True)
+            if isinstance(v, torch.Tensor)
+        }
+        if earlier.result_spec != call.result_spec:
+            raise NotReplayableError("it returns another structure in each call")
+        pairs = zip(earlier.result_leaves, call.result_leaves, strict=True)
+        self._results = [self._recipe(old, new, "returns") for old, new in pairs]
+        self._result_spec = call.result_spec
+        self._rebinds: list[tuple[Place, Recipe]] = []
+        for place, before, after in zip(call.reach.tensors, call.before, call.after, strict=True):
+            if before is not after:
+                self._rebinds.append((place, self._recipe(None, after, "keeps")))
+        if len(earlier.added) != len(call.added):
+            raise NotReplayableError("it adds another number of closures in each call")
+        self._closures = [self._closure(old, new) for old, new in zip(earlier.added, call.added, strict=True)]
+
+    def _recipe(self, old: Any, new: Any, what: str) -> Recipe:
+        handle = handle_or_none(new)
+        if handle is not None and id(handle) in self._made:
+            position = self._made[id(handle)]
+            return lambda context: context.output(position)
+        if id(new) in self._argument_ids:
+            number = self._argument_ids[id(new)]
+            return lambda context: context.leaves[number]
+        if isinstance(new, torch.Tensor):
+            if id(new) in self._place_ids:
+                place = self._place_ids[id(new)]
+                return lambda context: place.get()
+            if old is new or old is None:
+                return lambda context: new
+            raise NotReplayableError(
+                f"it {what} a tensor that the step did not make, another one in each call"
+            )
+        if type(new) is Traced:
+            self._expressions.append(new.expression)
+            index = len(self._expressions) - 1
+            return lambda context: context.numbers[index]
+        if old is new or what == "keeps" or (type(old) is type(new) and _same(old, new)):
+            return lambda context: new
+        raise NotReplayableError(f"it {what} {old!r} in one call and {new!r} in the next")
+
+    def _closure(self, old: Added, new: Added) -> tuple[Added, list[Recipe], pytree.TreeSpec]:
+        same_code = getattr(old.function, "__code__", old.function) is getattr(
+            new.function, "__code__", new.function
+        )
+        old_leaves, old_spec = pytree.tree_flatten((old.args, dict(old.kwargs)))
+        leaves, spec = pytree.tree_flatten((new.args, dict(new.kwargs)))
+        if not same_code or old_spec != spec or old.throttle is not new.throttle:
+            raise NotReplayableError(f"the closure added at {new.where} is another one in each call")
+        for cell in getattr(new.function, "__closure__", None) or ():
+            handle = handle_or_none(Place(cell, None, "cell").get())
+            if handle is not None and id(handle) in self._made:
+                raise NotReplayableError(
+                    f"the closure added at {new.where} captures a tensor of the step; pass it in args"
+                )
+        recipes = []
+        for before, now in zip(old_leaves, leaves, strict=True):
+            try:
+                recipes.append(self._recipe(before, now, "passes"))
+            except NotReplayableError as error:
+                raise NotReplayableError(f"the closure added at {new.where}: {error}") from None
+        plain = new._replace(args=(), kwargs={})
+        return plain, recipes, spec
+
+    # -- numbers ---------------------------------------------------------------------------------------
+
+    def _write(self, call: RecordedCall) -> Callable[[Any], list[Any] | None]:
+        """The function that computes all numbers of a replay, and moves the optimizers' counts on."""
+        optimizers = call.reach.optimizers
+        names: dict[str, Any] = {f"o{n}": optimizer for n, optimizer in enumerate(optimizers)}
+        states = {state.name: (state, call.rules[key]) for key, state in call.host_state.items()}
+        arrays = {name: f"a{n}" for n, name in enumerate(states)}
+        for name, (state, _) in states.items():
+            names[arrays[name]] = state.tensor.numpy()
+        names |= {"float32": np.float32, "float64": np.float64}
+
+        def read(source: Expression) -> str:
+            if source[0] == "argument":
+                return f"arguments[{source[1]}]"
+            if source[0] == "group":
+                _, number, position, key, index = source
+                code = f"o{number}.param_groups[{position}][{key!r}]"
+                return code if index is None else f"{code}[{index}]"
+            state, rule = states[source]
+            assert rule is not None
+            array = arrays[source]
+            if rule[0] == "same":
+                return f"float({array})"
+            if rule[0] == "next":
+                return f"float({array}) + 1.0"
+            kind = str(state.tensor.dtype).removeprefix("torch.")
+            return f"float({kind}({array}) * {kind}({writer.emit(rule[1])}))"
+
+        writer = Writer(read, names)
+        for (symbol, left, right), expected in call.trace.guards.items():
+            writer.guard(symbol, left, right, expected)
+        counters = []
+        epilogue = []
+        for name, (_, rule) in states.items():
+            assert rule is not None
+            if rule[0] == "next":
+                counters.append(arrays[name])
+            elif rule[0] == "scale":
+                epilogue.append(f"{arrays[name]}[()] = {writer.emit(name)}")
+        if counters:
+            epilogue.append(f"for a in ({', '.join(counters)},): a += 1")
+        return writer.finish(self._expressions, epilogue)
+
+    def predict(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """The scalars that a replay would have, without moving anything on."""
+        counts = [(a, a.copy()) for a in self._evaluate.__globals__.values() if isinstance(a, np.ndarray)]
+        numbers = self._evaluate(leaves)
+        for array, before in counts:
+            array[()] = before
+        return None if numbers is None else numbers[: len(self._program.scalars)]
+
+    # -- running ---------------------------------------------------------------------------------------
+
+    def run(self, leaves: Sequence[Any], context: DeviceContext) -> tuple[bool, Any]:
+        """Queue the step. (False, None), with nothing done, if the inputs are not what was captured."""
+        handles = self._inputs(leaves)
+        if handles is None:
+            return False, None
+        numbers = self._evaluate(leaves)
+        if numbers is None:
+            return False, None
+        for position, again in self._pending_draws:
+            handles[position] = handle_of_host_tensor(again())
+        self.num_runs += 1
+        made = _Context(leaves, numbers, [])
+
+        def prepare(outputs: list[Handle]) -> None:
+            made.outputs = outputs
+            for place, recipe in self._rebinds:
+                place.set(recipe(made))
+            for added, recipes, spec in self._closures:
+                args, kwargs = pytree.tree_unflatten([recipe(made) for recipe in recipes], spec)
+                context.add_now(added._replace(args=args, kwargs=kwargs))
+
+        scalars = numbers[: len(self._program.scalars)]
+        runtime.replay(self.variant, handles, scalars, context, prepare)
+        result = pytree.tree_unflatten([recipe(made) for recipe in self._results], self._result_spec)
+        return True, result
+
+    def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
+        handles: list[Any] = []
+        pending: list[tuple[int, Callable[[], torch.Tensor]]] = []
+        for (how, which), type_ in zip(self._sources, self._types, strict=True):
+            if how == "place":
+                handle = handle_or_none(which.get())
+            elif how == "argument":
+                handle = leaves[which]._handle
+            elif how == "handle":
+                handle = which
+            else:
+                # Drawn only when everything else fits: the stream moves on with the step, not before.
+                pending.append((len(handles), self._draws[which]))
+                handles.append(None)
+                continue
+            if handle is None or handle.type is not type_:
+                return None
+            if handle.storage.error is not None:
+                raise handle.storage.error
+            handles.append(handle)
+        if self._storage_pattern([h for h in handles if h is not None]) != self._pattern_without_draws():
+            return None
+        # In the order in which they were drawn, not in that of the inputs.
+        self._pending_draws = sorted(pending, key=lambda one: self._draws.index(one[1]))
+        return handles
+
+    def _pattern_without_draws(self) -> list[int]:
+        return self._storages
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return bool(true_value(a) == true_value(b))
+    except Exception:
+        return False
+
+
+def _first_use(program: Program, value: int) -> str:
+    for instruction in program.instructions:
+        if value in instruction.reads():
+            return f"{instruction.where} ({instruction.op})"
+    return "an unknown line"
+
+
+def _slot_user(program: Program, slot: int) -> str:
+    for instruction in program.instructions:
+        arguments = (*instruction.args, *(arg for _, arg in instruction.kwargs))
+        if any(slot in slots_of(arg) for arg in arguments):
+            return f"{instruction.op} at {instruction.where}"
+    return "an unknown op"

@@ -1,0 +1,303 @@
+"""`@lazystep.step`: an ordinary step function that is recorded until it repeats, and then replayed."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .. import metrics
+from ..barrier import runtime
+from ..errors import LazyStepError
+from ..notices import LazyStepWarning, give_notices
+from ..program.difference import first_difference
+from ..step_closures import DeviceContext, get_device_context
+from .recorded import RecordedCall
+from .replay import NotReplayableError, Replay
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FIRST_AUDIT = 64
+_AUDIT_GROWTH = 4
+
+
+class CaptureError(LazyStepError):
+    """A step with `fullgraph=True` can't be replayed. The message says why and what to do."""
+
+
+class _Captures:
+    """The calls of one kind: same structure, types and plain values of the arguments."""
+
+    def __init__(self) -> None:
+        self.last: RecordedCall | None = None
+        self.replays: list[Replay] = []
+        self.next_audit = _FIRST_AUDIT
+        self.has_recorded = False
+
+
+class Step(Generic[P, R]):
+    """A step function: call it as the function itself. See `step`."""
+
+    def __init__(
+        self, function: Callable[P, R], fullgraph: bool, audit_every: int | None, max_captures: int
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._fullgraph = fullgraph
+        self._audit_every = audit_every
+        self._max_captures = max_captures
+        self._owner: Any = None
+        self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}
+        self._captures: dict[Hashable, _Captures] = {}
+        self._warned: set[str] = set()
+        self._reasons: list[str] = []
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Step[..., R]:
+        """The step as a method: captures belong to the object."""
+        if owner is None:
+            return self
+        if id(owner) not in self._bound:
+            bound: Step[..., R] = Step(
+                self._function.__get__(owner), self._fullgraph, self._audit_every, self._max_captures
+            )
+            bound._owner = owner
+            # The object is kept, so that its id stays its own.
+            self._bound[id(owner)] = owner, bound
+        return self._bound[id(owner)][1]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Record or replay one step. Returns as soon as it is queued. Raises as `mark_step` does."""
+        if runtime.on_cut is not None:
+            return self._function(*args, **kwargs)  # inside another captured step: part of that one
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [_to_lazy(leaf) for leaf in leaves]
+        context = get_device_context()
+        runtime.flush()
+        captures = self._captures.setdefault((spec, *map(_kind, leaves, _aliases(leaves))), _Captures())
+        result: R
+        for replay in captures.replays:
+            if not replay.guards.hold():
+                continue
+            if self._is_audit_due(captures, replay):
+                result = self._audit(captures, replay, leaves, spec, context)
+                break
+            is_done, result = replay.run(leaves, context)
+            if is_done:
+                self.num_replayed += 1
+                break
+        else:
+            result = self._record(captures, leaves, spec, context)
+        context.run_closures()
+        runtime.raise_failures()
+        context.async_failures()
+        give_notices(stacklevel=2)
+        return result
+
+    # -- recording -----------------------------------------------------------------------------------
+
+    def _record(
+        self, captures: _Captures, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext
+    ) -> R:
+        call = self._record_once(leaves, spec, context)
+        earlier, captures.last = captures.last, call
+        result: R = call.result
+        call.drop_tensors()
+        if call.reason:
+            captures.last = None
+            if captures.has_recorded:
+                self._fall_back(call.reason)
+            # A first call may fill caches and make state; what the second one still does, it always does.
+            captures.has_recorded = True
+        elif earlier is not None and _agree(earlier, call):
+            if sum(len(c.replays) for c in self._captures.values()) >= self._max_captures:
+                self._fall_back(
+                    f"it has {self._max_captures} captures already (max_captures); other shapes, values and "
+                    "modes are recorded"
+                )
+                return result
+            try:
+                captures.replays.insert(0, Replay(earlier, call))
+                captures.next_audit = _FIRST_AUDIT
+                metrics.count("captures")
+                self._note(self._why_captured(len(captures.replays)))
+            except NotReplayableError as error:
+                self._fall_back(str(error))
+        return result
+
+    def _record_once(self, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext) -> RecordedCall:
+        self.num_recorded += 1
+        metrics.count("step_calls_recorded")
+        return RecordedCall(self._function, self._owner, leaves, spec, context)
+
+    def _why_captured(self, number: int) -> str:
+        if number > 1:
+            return "captured anew: modes, flags, hooks or state around it had changed"
+        return "captured" if self.num_recorded < 5 else "captured for other argument types or values"
+
+    def _fall_back(self, reason: str) -> None:
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        message = f"{name} is recorded in each call, not replayed: {reason}"
+        self._note(f"not replayed: {reason}")
+        metrics.count("captures_refused")
+        if self._fullgraph:
+            raise CaptureError(message)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(message, LazyStepWarning, stacklevel=4)
+
+    def _note(self, text: str) -> None:
+        if text not in self._reasons:
+            self._reasons.append(text)
+
+    # -- audits --------------------------------------------------------------------------------------
+
+    def _is_audit_due(self, captures: _Captures, replay: Replay) -> bool:
+        if self._audit_every is not None:
+            return self._audit_every > 0 and (replay.num_runs + 1) % self._audit_every == 0
+        return replay.num_runs >= captures.next_audit
+
+    def _audit(
+        self,
+        captures: _Captures,
+        replay: Replay,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        context: DeviceContext,
+    ) -> R:
+        """Record the call, which is always right, and compare it with what the replay would have done."""
+        predicted = replay.predict(leaves)
+        call = self._record_once(leaves, spec, context)
+        replay.num_runs += 1
+        captures.next_audit = max(captures.next_audit, replay.num_runs) * _AUDIT_GROWTH
+        metrics.count("captures_audited")
+        result: R = call.result
+        difference = _audit_difference(replay, call, predicted)
+        if difference:
+            captures.replays.remove(replay)
+            captures.last = None
+            metrics.count("captures_outdated")
+            name = getattr(self._function, "__qualname__", repr(self._function))
+            message = (
+                f"{name} does something else than when it was captured: {difference}. It is captured anew"
+            )
+            self._note(message)
+            if self._fullgraph:
+                raise CaptureError(message)
+            warnings.warn(message, LazyStepWarning, stacklevel=3)
+        return result
+
+    # -- looking at it -------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """In plain words: how often it was recorded and replayed, which captures exist, and why."""
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        num_captures = sum(len(c.replays) for c in self._captures.values())
+        rows = [
+            f"{name}: recorded {self.num_recorded} times, replayed {self.num_replayed} times, "
+            f"{num_captures} captures"
+        ]
+        rows += [f"  {reason}" for reason in self._reasons]
+        for _, bound in self._bound.values():
+            rows.append(bound.explain())
+        return "\n".join(rows)
+
+
+@overload
+def step(function: Callable[P, R]) -> Step[P, R]: ...
+
+
+@overload
+def step(
+    function: None = None, *, fullgraph: bool = False, audit_every: int | None = None, max_captures: int = 8
+) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+
+
+def step(
+    function: Callable[P, R] | None = None,
+    *,
+    fullgraph: bool = False,
+    audit_every: int | None = None,
+    max_captures: int = 8,
+) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
+    """Capture a step function once and replay it without running its Python.
+
+        @lazystep.step
+        def train_step(x, y):
+            loss = loss_fn(model(x), y)
+            loss.backward(); opt.step(); opt.zero_grad()
+            return loss
+
+    A barrier stands before and after each call. Calls are recorded until two in a row agree; from then
+    on a call reads its inputs and state, computes its numbers and queues the program. Tensor arguments
+    are inputs (CPU tensors are moved), float arguments too; other values are compared, and a new value,
+    shape or mode is another capture, at most `max_captures`. Parameters, buffers, optimizer state and
+    hyperparameters are read where they are kept, so schedulers, `load_state_dict` and edits between
+    calls are honoured. Closures run at each replay. Returned tensors are fresh.
+
+    What can't be replayed (a read of a value, a number or tensor that changes in an unknown way, a list
+    that grows) is recorded in every call, with one warning that says why; with `fullgraph=True` it is an
+    error. Other side effects of its Python do not happen at a replay: `audit_every=N` records every N-th
+    call and compares; by default calls are audited at growing intervals, 0 never does.
+    """
+
+    def decorate(function: Callable[P, R]) -> Step[P, R]:
+        return Step(function, fullgraph, audit_every, max_captures)
+
+    return decorate if function is None else decorate(function)
+
+
+def _agree(earlier: RecordedCall, call: RecordedCall) -> bool:
+    if earlier.program is None or call.program is None or earlier.is_settling or call.is_settling:
+        return False
+    return earlier.program.known is call.program.known and (
+        earlier.program.variant.outputs == call.program.variant.outputs
+    )
+
+
+def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] | None) -> str:
+    if call.reason:
+        return call.reason
+    assert call.program is not None
+    if call.program.known is not replay.known:
+        old = replay.variant.executable.program
+        return first_difference(old, call.program.variant.executable.program) or "its inputs are others"
+    actual = [value for value, _ in call.scalars]
+    if predicted is None:
+        return "a comparison comes out differently"
+    used = replay.variant.executable.program.used_slots()
+    for slot in sorted(used):
+        if predicted[slot] != actual[slot]:
+            return f"a number is {actual[slot]!r}, a replay would have used {predicted[slot]!r}"
+    return ""
+
+
+def _to_lazy(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+        return leaf.to("lazy")
+    return leaf
+
+
+def _aliases(leaves: list[Any]) -> list[int]:
+    """For each leaf the first leaf that is the same object."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(leaf), number) for number, leaf in enumerate(leaves)]
+
+
+def _kind(leaf: Any, alias: int) -> Hashable:
+    """What has to be the same for a call to be of the same kind."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf._handle.type, leaf.requires_grad, alias  # type: ignore[attr-defined]
+    if type(leaf) is float:
+        return float
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), id(leaf)
+    return type(leaf), leaf

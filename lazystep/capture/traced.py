@@ -1,0 +1,292 @@
+"""Numbers that remember how they were computed, so that a replay can compute them again.
+
+While a step is recorded, learning rates, step counts and number arguments are `Traced`: floats with
+an expression. Optimizers and user code compute with them as with any float. But a number that goes into
+a torch op comes out as a plain double, without its expression; so every traced number carries a *tag*, a
+tiny perturbation that makes its double unlike any other, by which it is recognized among the scalars of
+the recording. There the true value is put back before the step runs: nothing is ever computed from a
+tagged number. Comparisons use true values and become guards of the replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Expression = Any  # a float, or a tuple: ("name", ...) of a source, ("+", left, right), ("sqrt", argument)
+
+_BINARY: dict[str, Callable[[float, float], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "**": operator.pow,
+}
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "fabs")
+SOURCES = ("argument", "group", "state")
+
+
+class Trace:
+    """The traced numbers of one recording, by their tagged values."""
+
+    def __init__(self) -> None:
+        # Its own generator: the user's random numbers stay where they are.
+        self._random = random.Random()
+        self._by_tag: dict[float, Traced] = {}
+        self.guards: dict[tuple[str, Expression, Expression], bool] = {}
+
+    def source(self, value: float, *name: Any) -> Traced:
+        """A number that a replay reads anew: `name` says from where."""
+        noise = 1.0 + self._random.uniform(1e-7, 1e-6) * self._random.choice((-1, 1))
+        tagged = value * noise if value != 0.0 and math.isfinite(value) else value
+        if value == 0.0:
+            tagged = self._random.uniform(1e-9, 2e-9)
+        return self.number(tagged, value, name)
+
+    def number(self, tagged: float, true: float, expression: Expression) -> Traced:
+        """Make a traced number known by its tagged value."""
+        made = Traced(tagged)
+        made.trace, made.true, made.expression = self, true, expression
+        self._keep(tagged, made)
+        return made
+
+    def _keep(self, tagged: float, made: Traced) -> None:
+        known = self._by_tag.get(tagged)
+        if known is not None and known.expression != made.expression:
+            # Two expressions with one double, as of x and x ** 1.0: the value is known, how it is
+            # computed is not.
+            made = Traced(tagged)
+            made.trace, made.true, made.expression = self, known.true, None
+        self._by_tag[tagged] = made
+
+    def numbers(self) -> list[Traced]:
+        """Every number that can be told from the others."""
+        return [number for number in self._by_tag.values() if number.expression is not None]
+
+    def find(self, value: float) -> Traced | None:
+        """The traced number that a plain double once was, or the opposite, rest or inverse of one.
+
+        torch's own formulas negate numbers, subtract them from one and divide by them.
+        """
+        found = self._by_tag.get(value)
+        if found is not None or type(value) is not float or value == 0.0 or not math.isfinite(value):
+            return found
+        for wrap, candidate in (
+            (lambda t: -t, -value),
+            (lambda t: 1.0 - t, 1.0 - value),
+            (lambda t: t - 1.0, value + 1.0),
+            (lambda t: 1.0 / t, 1.0 / value),
+        ):
+            base = self._by_tag.get(candidate)
+            if (
+                base is not None
+                and base.expression is not None
+                and float.__eq__(float(wrap(float(base))), value)
+            ):
+                derived: Traced = wrap(base)
+                return derived
+        return None
+
+
+class Traced(float):
+    """See the module. Its own value is the tagged one; `true` is what it stands for."""
+
+    __slots__ = ("expression", "trace", "true")
+    trace: Trace
+    true: float
+    expression: Expression
+
+    def __repr__(self) -> str:
+        return repr(self.true)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.true, spec)
+
+    def __hash__(self) -> int:
+        return hash(self.true)
+
+    def __reduce__(self) -> Any:
+        return float, (self.true,)
+
+    def __neg__(self) -> Traced:
+        return self.trace.number(-float(self), -self.true, ("neg", self.expression))
+
+    def __abs__(self) -> Traced:
+        return self.trace.number(abs(float(self)), abs(self.true), ("abs", self.expression))
+
+    def __pos__(self) -> Traced:
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(_compare("!=", self, 0.0))
+
+    def __float__(self) -> float:
+        return float.__float__(self)
+
+    def __int__(self) -> int:
+        return int(self._pin())
+
+    __trunc__ = __int__
+
+    def __round__(self, ndigits: Any = None) -> Any:
+        return round(self._pin(), ndigits)
+
+    def __floor__(self) -> int:
+        return math.floor(self._pin())
+
+    def __ceil__(self) -> int:
+        return math.ceil(self._pin())
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._pin() // true_value(other)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._pin() % true_value(other)
+
+    def _pin(self) -> float:
+        """The true value, for code that takes it out of sight: a replay has to have the same one."""
+        self.trace.guards[("==", self.expression, self.true)] = True
+        return self.true
+
+
+def true_value(value: Any) -> Any:
+    """What a number stands for."""
+    return value.true if type(value) is Traced else value
+
+
+def _binary(symbol: str, left: Any, right: Any) -> Any:
+    if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+        return NotImplemented
+    function = _BINARY[symbol]
+    trace = _trace_of(left, right)
+    true = function(true_value(left), true_value(right))
+    if type(true) is complex:
+        raise ValueError("a negative number has no real power of that kind")
+    tagged = function(float.__float__(left) if isinstance(left, float) else left, _plain(right))
+    return trace.number(float(tagged), float(true), (symbol, _expression(left), _expression(right)))
+
+
+def _compare(symbol: str, left: Any, right: Any) -> Any:
+    if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+        return NotImplemented
+    result = _COMPARE[symbol](true_value(left), true_value(right))
+    trace = _trace_of(left, right)
+    trace.guards[(symbol, _expression(left), _expression(right))] = result
+    return result
+
+
+def _trace_of(left: Any, right: Any) -> Trace:
+    traced: Traced = left if type(left) is Traced else right
+    return traced.trace
+
+
+def _plain(value: Any) -> Any:
+    return float.__float__(value) if isinstance(value, float) else value
+
+
+def _expression(value: Any) -> Expression:
+    return value.expression if type(value) is Traced else value
+
+
+def _install() -> None:
+    names = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
+    for symbol, name in names.items():
+        setattr(Traced, f"__{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, a, b))
+        setattr(Traced, f"__r{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, b, a))
+    for symbol, name in {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}.items():
+        setattr(Traced, f"__{name}__", lambda a, b, s=symbol: _compare(s, a, b))
+
+
+_install()
+
+
+@contextlib.contextmanager
+def traced_math() -> Iterator[None]:
+    """Let functions of `math` keep the expression of a traced number."""
+
+    def wrap(name: str, function: Callable[[float], float]) -> Callable[[float], float]:
+        def call(value: float) -> float:
+            if type(value) is not Traced:
+                return function(value)
+            tagged, true = function(_plain(value)), function(value.true)
+            return value.trace.number(tagged, true, (name, value.expression))
+
+        return call
+
+    originals = {name: getattr(math, name) for name in _MATH}
+    try:
+        for name, function in originals.items():
+            setattr(math, name, wrap(name, function))
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(math, name, function)
+
+
+class Writer:
+    """Writes a Python function that evaluates expressions, each distinct one once.
+
+    `read` gives the code that reads a source; it may use `emit` for what the source depends on.
+    """
+
+    def __init__(self, read: Callable[[Expression], str], names: dict[str, Any]) -> None:
+        self._read = read
+        self._known: dict[Expression, str] = {}
+        self._lines = ["def evaluate(arguments):"]
+        self._scope = {**names, **{f"_{name}": getattr(math, name) for name in _MATH}, "_abs": abs}
+
+    def emit(self, expression: Expression) -> str:
+        """The code of an expression: a literal, or the name of a variable that has been computed."""
+        if not isinstance(expression, tuple):
+            return f"float({str(expression)!r})" if _is_odd(expression) else repr(expression)
+        if expression not in self._known:
+            head, *operands = expression
+            if head in SOURCES:
+                code = self._read(expression)
+            elif head == "neg":
+                code = f"-({self.emit(operands[0])})"
+            elif head == "abs" or head in _MATH:
+                code = f"_{head}({self.emit(operands[0])})"
+            else:
+                code = f"({self.emit(operands[0])}) {head} ({self.emit(operands[1])})"
+            name = self._known[expression] = f"x{len(self._known)}"
+            self.line(f"{name} = {code}")
+        return self._known[expression]
+
+    def line(self, code: str) -> None:
+        """Add a line."""
+        self._lines.append(f" {code}")
+
+    def guard(self, symbol: str, left: Expression, right: Expression, expected: bool) -> None:
+        """Return None unless a comparison comes out as expected."""
+        self.line(f"if (({self.emit(left)}) {symbol} ({self.emit(right)})) is not {expected}: return None")
+
+    def finish(
+        self, results: Sequence[Expression], epilogue: Sequence[str]
+    ) -> Callable[[Any], list[Any] | None]:
+        """The function: it returns all results, after the lines of the epilogue."""
+        values = [self.emit(result) for result in results]
+        for code in epilogue:
+            self.line(code)
+        self.line(f"return [{', '.join(values)}]")
+        exec(compile("\n".join(self._lines), "<lazystep scalars>", "exec"), self._scope)
+        evaluate: Callable[[Any], list[Any] | None] = self._scope["evaluate"]
+        return evaluate
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
