@@ -16,7 +16,7 @@ class ConfigError(LazyStepError, ValueError):
 
 
 class UnsupportedError(LazyStepError):
-    """The lazy device does not do this, and says so rather than computing something else."""
+    """Not supported: lazystep says so rather than computing something else."""
 
 
 class DeviceMismatchError(LazyStepError):
@@ -49,3 +49,9 @@ class WaitTimeoutError(LazyStepError, TimeoutError):
 
 class ForkError(LazyStepError):
     """A lazy tensor was used in a forked child, which has no executor thread."""
+
+
+class OverlapError(LazyStepError):
+    """An optimizer that overlaps with backward was used in a way that plain DDP would answer differently,
+    or an update failed. The parameters may be half updated: forward and `step()` raise until model and
+    optimizer have been reloaded."""

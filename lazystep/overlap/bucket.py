@@ -1,0 +1,78 @@
+"""One bucket of DDP: its parameters, and their gradients as views of the reduced tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as GradBucket  # torch.distributed hides its type
+
+Future = torch.futures.Future[Tensor]
+Hook = Callable[[Any, GradBucket], Future]
+_F = TypeVar("_F", bound=Hook)
+
+
+def comm_hook(function: _F) -> _F:
+    """Mark a function that is to be registered: DDP compares annotations with classes, ours are text."""
+    function.__annotations__ = {}
+    return function
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a communication hook was called with, as it was before the hook ran.
+
+    (A hook may replace the buffer: `fp16_compress_wrapper` does.)
+    """
+
+    index: int
+    is_last: bool
+    buffer: Tensor
+    parameters: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, bucket: GradBucket) -> Bucket:
+        """The bucket of a hook's call."""
+        return cls(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters())
+
+    def gradients(self, reduced: Tensor) -> list[Tensor] | None:
+        """The parameters' gradients as views of the tensor that the reduction returned.
+
+        `GradBucket.gradients()` ignores strides; these follow DDP's own layout (a dense parameter's
+        gradient has its strides). None if the tensor is not laid out like the bucket (another type or
+        size): then only DDP's finalizer knows what to make of it.
+        """
+        if reduced.is_sparse:
+            return [reduced] if len(self.parameters) == 1 else None
+        if self.buffer.is_sparse or reduced.dtype != self.buffer.dtype or reduced.shape != self.buffer.shape:
+            return None
+        if sum(p.numel() for p in self.parameters) != reduced.numel():
+            return None
+        views, offset = [], 0
+        for p in self.parameters:
+            views.append(_view(reduced, p, offset))
+            offset += p.numel()
+        return views
+
+
+def _view(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    if parameter.is_contiguous():
+        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,33 @@
+"""Communication hooks of our own, where torch's does not run on gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .bucket import Future, GradBucket, comm_hook
+
+
+@comm_hook
+def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future:
+    """Reduce a bucket in bfloat16: cast, divide by the number of ranks, sum, cast back.
+
+    torch's `bf16_compress_hook` does the same and is refused by DDP without NCCL. The state to register
+    it with is the process group; None is the default one.
+    """
+    group = process_group if process_group is not None else dist.group.WORLD
+    assert group is not None
+    buffer = bucket.buffer()
+    compressed = buffer.to(torch.bfloat16).div_(group.size())
+    work = dist.all_reduce(compressed, group=group, async_op=True)
+    assert work is not None
+
+    def decompress(future: torch.futures.Future[Any]) -> Tensor:
+        result: Tensor = future.value()[0]
+        return buffer.copy_(result)
+
+    reduced: Future = work.get_future().then(decompress)
+    return reduced

@@ -1,0 +1,360 @@
+"""Overlap for one DDP model: the hook in its only slot, and the optimizers that share it.
+
+What is certain inside backward is updated there: a parameter whose gradient this pass has produced, from
+a reduction that has succeeded. Everything else is left to the ordinary `optimizer.step()`, which sees
+the gradients exactly as plain DDP leaves them: parameters outside the buckets, parameters that this rank
+did not use in this pass (whether another did is known only to DDP's finalizer), all of a static graph's
+first iteration, and all parameters when clipping by norm or a GradScaler needs every gradient first.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .. import metrics
+from ..errors import OverlapError
+from .average import scale, sum_over_ranks
+from .backward_callbacks import in_backward
+from .bucket import Bucket, Future, GradBucket, Hook, comm_hook
+from .bucket_queue import BucketQueue
+from .early_steps import EarlySteps
+from .event_log import BucketEvents, EventLog
+from .health import Health
+from .partial_step import Item
+from .peers import Peers
+from .side_stream import SideStream
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What happens to the gradients between the reduction and the update."""
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether nothing can be updated before the last gradient is known."""
+        return self.max_norm is not None or self.grad_scaler is not None
+
+
+@dataclass
+class Attached:
+    """An optimizer of the model: its early steps, and the parameters that may have them (None: all)."""
+
+    early: EarlySteps
+    parameters: set[Tensor] | None
+
+
+@dataclass
+class Statistics:
+    """What overlap did so far. `parameters_left` were stepped by `optimizer.step()` instead."""
+
+    backwards: int = 0
+    buckets: int = 0
+    parameters_updated: int = 0
+    parameters_left: int = 0
+    seconds_waiting: float = 0.0
+
+
+@dataclass
+class _Pass:
+    """What is known of the backward under way."""
+
+    # Parameters whose gradient this rank has produced, with the memory that the gradient was in.
+    produced: dict[Tensor, int] = field(default_factory=dict)
+    owners: dict[Tensor, tuple[Attached, dict[str, Any]]] = field(default_factory=dict)
+    divisor: int = 0
+    refusal: Exception | None = None
+
+
+class _EngineRef(weakref.ref["Engine"]):
+    """The state of our hook: by its type an engine's hook is known."""
+
+
+def _note_produced(produced: dict[Tensor, int], parameter: Tensor) -> None:
+    """A gradient has been accumulated: remember that, and the memory that it is in."""
+    gradient = parameter.grad
+    in_memory = gradient is not None and not gradient.is_sparse
+    produced[parameter] = gradient.untyped_storage().data_ptr() if in_memory else 0  # type: ignore[union-attr]
+
+
+class Engine:
+    """Made once per DDP model, by the first `overlap_optimizer`; lives as long as the model."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        peers: Peers,
+        hook: Hook | None,
+        hook_state: Any,
+        clipping: Clipping,
+    ) -> None:
+        self.ddp = ddp
+        self.hook = hook
+        self.hook_state = hook_state
+        self.clipping = clipping
+        self.peers = peers
+        self.log = EventLog()
+        self.statistics = Statistics()
+        self.total_norm: Tensor | None = None
+        self._attached: list[Attached] = []
+        self._names: dict[Tensor, str] = {p: name for name, p in ddp.module.named_parameters()}
+        self._health = Health(ddp.module, self._forget)
+        self._pass = _Pass()
+        self._queue = BucketQueue(self._update, self._drained, self._finish)
+        self._queue.side_stream = SideStream.for_device(ddp.device)
+        ddp.register_forward_pre_hook(self._before_forward)
+        if ddp.find_unused_parameters or ddp.static_graph or self._rounding_depends_on_views():
+            produced = self._pass.produced
+            for p in ddp.module.parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(partial(_note_produced, produced))
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no optimizer is attached: the hook then only reduces."""
+        return not self._attached
+
+    @staticmethod
+    def of(ddp: DistributedDataParallel) -> Engine | None:
+        """The engine that has the model's hook slot."""
+        states = [state for _, state in ddp._comm_hooks]
+        return states[0]() if states and isinstance(states[0], _EngineRef) else None
+
+    def register(self) -> None:
+        """Take the model's only hook slot."""
+        inner = "built-in" if self.hook is None else getattr(self.hook, "__qualname__", repr(self.hook))
+
+        @comm_hook
+        def overlap_hook(state: _EngineRef, bucket: GradBucket) -> Future:
+            engine = state()
+            assert engine is not None  # the model owns it
+            return engine._on_bucket(bucket)
+
+        overlap_hook.__qualname__ = f"overlap_optimizer({inner})"  # what DDP's logging shows
+        # DDP's C++ side keeps the state where the garbage collector can't see it.
+        self.ddp.register_comm_hook(_EngineRef(self), overlap_hook)
+
+    def attach(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> Attached:
+        """Let an optimizer's parameters be updated in backward."""
+        self._health.add(optimizer)
+        early = EarlySteps(optimizer, self.check, self._health.reloaded, self.name_of)
+        attached = Attached(early, None if parameters is None else set(parameters))
+        self._attached.append(attached)
+        return attached
+
+    def detach(self, attached: Attached) -> None:
+        """Let it go again. The hook stays, and reduces like built-in DDP."""
+        if attached.early.is_open:
+            raise OverlapError("parameters were updated in backward(): call optimizer.step() before remove()")
+        if attached in self._attached:
+            self._attached.remove(attached)
+            attached.early.remove()
+            self._health.discard(attached.early.optimizer)
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is attached."""
+        return any(attached.early.optimizer is optimizer for attached in self._attached)
+
+    def num_left_to_step(self) -> int:
+        """How many updates `step()` has made itself, since the optimizers were attached."""
+        return sum(attached.early.num_left_to_step for attached in self._attached)
+
+    def owned(self) -> set[Tensor]:
+        """The parameters of all attached optimizers."""
+        groups = (group for attached in self._attached for group in attached.early.optimizer.param_groups)
+        return {p for group in groups for p in group["params"]}
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The parameter's name in the model."""
+        return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+
+    # -- health ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if training must not go on. Blocks until every rank has finished its updates."""
+        self._health.check()
+        try:
+            self.peers.check()
+        except Exception as error:
+            self._health.poison(error)
+            raise
+
+    def _forget(self) -> None:
+        for attached in self._attached:
+            attached.early.forget()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._attached:
+            self.check()
+        self._pass.produced.clear()
+
+    # -- in backward -------------------------------------------------------------------------------
+
+    def _on_bucket(self, grad_bucket: GradBucket) -> Future:
+        bucket = Bucket.of(grad_bucket)
+        updates = in_backward()  # a rank that has joined only takes part in the reduction
+        if bucket.index == 0:
+            self._begin(bucket, updates)
+        events = self.log.bucket_ready(bucket.index, bucket.buffer)
+        future = self._reduce(bucket, grad_bucket, events)
+        if not self._attached:
+            return future
+        if updates:
+            self._queue.add(bucket, future, events)
+        elif bucket.is_last:
+            self.peers.announce(failed=False)
+        return future
+
+    def _begin(self, bucket: Bucket, updates: bool) -> None:
+        """Settle what holds for all buckets of this pass."""
+        # Under join, the joined ranks call the hook too, and say so: DDP does not tell the divisor.
+        by_initial_size = getattr(self.ddp, "_divide_by_initial_world_size", True)
+        shrinks = self.ddp._join_config.enable and not by_initial_size and self.hook is None
+        self._pass.divisor = self.peers.count(updates) if shrinks else self.ddp.process_group.size()
+        self._pass.refusal = None
+        self._pass.owners = {}
+        if any(attached.early.is_open for attached in self._attached):
+            self._pass.refusal = OverlapError(
+                "a second synchronized backward() before optimizer.step(): the first one has updated the "
+                "parameters already. Accumulate under ddp.no_sync(), or call step() after each. (If a GradScaler "
+                "left step() out: pass it as grad_scaler=.)"
+            )
+
+    def _reduce(self, bucket: Bucket, grad_bucket: GradBucket, events: BucketEvents) -> Future:
+        if self.hook is not None:
+            try:
+                future = self.hook(self.hook_state, grad_bucket)
+            except BaseException as error:  # as in plain DDP it breaks the reducer: no way to go on
+                self._health.poison(error)
+                raise
+            future.add_done_callback(lambda _: events.reduced())
+            return future
+        with torch.no_grad():
+            was_view = self._was_view(bucket) if self._rounding_depends_on_views() else None
+            scale(bucket, self._pass.divisor, was_view, divide=self.ddp.batched_grad_copy)
+        return sum_over_ranks(bucket.buffer, self.ddp.process_group, events.reduced)
+
+    def _rounding_depends_on_views(self) -> bool:
+        return self.ddp.gradient_as_bucket_view and self.hook is None and self.ddp.process_group.size() > 2
+
+    def _was_view(self, bucket: Bucket) -> Callable[[Tensor], bool]:
+        memory = 0 if bucket.buffer.is_sparse else bucket.buffer.untyped_storage().data_ptr()
+        produced = self._pass.produced
+
+        def was_view(parameter: Tensor) -> bool:
+            if parameter not in produced and parameter.grad is not None and parameter.grad.count_nonzero():
+                self._pass.refusal = OverlapError(
+                    f"{self.name_of(parameter)} was not used in this pass and has a gradient from an earlier "
+                    "one: how built-in DDP rounds it is not known here. Use zero_grad(set_to_none=True), or "
+                    "gradient_as_bucket_view=False."
+                )
+            return produced.get(parameter) == memory
+
+        return was_view
+
+    def _is_certain(self, parameter: Tensor) -> bool:
+        """Whether plain DDP is bound to give this parameter the reduced gradient."""
+        if self.ddp.static_graph and self.log.num_backwards == 1:
+            return False  # the finalizer has run, and may have left the gradient alone
+        if self.ddp.find_unused_parameters or self.ddp.static_graph:
+            return parameter in self._pass.produced
+        return True
+
+    def _update(self, bucket: Bucket, reduced: Tensor) -> int:
+        """Update what is certain of a reduced bucket; the number of parameters updated."""
+        if self._pass.refusal is not None:
+            raise self._pass.refusal
+        self.statistics.buckets += 1
+        if bucket.index == 0:
+            self._pass.owners = self._find_owners()
+            self._health.updating()
+        gradients = None if self.clipping.needs_all_gradients else bucket.gradients(reduced)
+        if gradients is None:
+            return 0
+        by_optimizer: dict[int, tuple[EarlySteps, list[Item]]] = {}
+        for p, gradient in zip(bucket.parameters, gradients, strict=True):
+            owner = self._pass.owners.get(p)
+            if owner is not None and self._is_certain(p):
+                attached, group = owner
+                items = by_optimizer.setdefault(id(attached), (attached.early, []))[1]
+                items.append((p, gradient, group))
+        for early, items in by_optimizer.values():
+            if self.clipping.clip_value is not None:
+                bound = self.clipping.clip_value
+                for _, gradient, _ in items:
+                    gradient.clamp_(-bound, bound)
+            try:
+                early.step(items)
+            except Exception as error:
+                names = [self.name_of(p) for p, _, _ in items]
+                shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+                error.add_note(f"raised by {type(early.optimizer).__name__} in backward(), updating {shown}")
+                raise
+        return sum(len(items) for _, items in by_optimizer.values())
+
+    def _find_owners(self) -> dict[Tensor, tuple[Attached, dict[str, Any]]]:
+        """Each parameter's optimizer and group, looked up in every backward: loading replaces the groups."""
+        owners: dict[Tensor, tuple[Attached, dict[str, Any]]] = {}
+        for attached in self._attached:
+            for group in attached.early.optimizer.param_groups:
+                for p in group["params"]:
+                    if p in owners:
+                        raise OverlapError(f"{self.name_of(p)} is in two optimizers, or twice in one")
+                    if attached.parameters is None or p in attached.parameters:
+                        owners[p] = attached, group
+        return owners
+
+    def _drained(self, error: BaseException | None) -> None:
+        """All updates of this backward are done, or one has failed. DDP's finalizer comes next."""
+        if error is not None:
+            self._health.poison(error)
+        try:
+            self.peers.announce(failed=error is not None)
+        except Exception as cause:  # no way to tell them: the reduction's own error is the one to raise
+            self._health.poison(error or cause)
+
+    def _finish(self) -> None:
+        """After DDP's finalizer: gradients are as plain DDP leaves them."""
+        self._pass.produced.clear()
+        self._clip()
+        stepped = sum(attached.early.num_stepped for attached in self._attached)
+        for attached in self._attached:
+            attached.early.seal()
+        self.statistics.backwards += 1
+        self.statistics.parameters_updated += stepped
+        self.statistics.seconds_waiting = self._queue.seconds_waiting
+        metrics.count("overlap_backwards")
+        metrics.count("overlap_parameters_updated", stepped)
+
+    def _clip(self) -> None:
+        clipping = self.clipping
+        if clipping.max_norm is None and clipping.clip_value is None:
+            return
+        scaler = clipping.grad_scaler
+        if scaler is not None:
+            for attached in self._attached:
+                scaler.unscale_(attached.early.optimizer)
+        start = time.perf_counter()
+        if clipping.clip_value is not None:
+            nn.utils.clip_grad_value_(self.ddp.parameters(), clipping.clip_value)
+        if clipping.max_norm is not None:
+            parameters = list(self.ddp.parameters())  # the order that the norms are added up in
+            self.total_norm = nn.utils.clip_grad_norm_(parameters, clipping.max_norm, clipping.norm_type)
+        metrics.add_seconds("overlap_clipping", time.perf_counter() - start)

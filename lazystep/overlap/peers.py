@@ -1,0 +1,112 @@
+"""What the ranks tell each other beside gradients: their settings at set-up, and whether an update failed.
+
+An own process group on the CPU, so that these messages never come between DDP's collectives. Waits are
+bounded by the group's time-out, which is that of the model's process group.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import OverlapError, UnsupportedError
+
+
+class Peers:
+    """The ranks of a DDP model. The first one for a process group is a collective call."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        group = _groups.get(ddp.process_group)
+        if group is None:
+            group = _groups[ddp.process_group] = _own_group(ddp.process_group)
+        self._group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self._failed: tuple[Tensor, dist.Work] | None = None
+
+    def agree(self, settings: dict[str, str], refusal: Exception | None) -> None:
+        """Raise on every rank if one of them refuses, or if settings differ. Collective, blocks."""
+        told = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        everyone = self._gather(json.dumps([settings, told]))
+        if refusal is not None:
+            raise refusal
+        for rank, (theirs, their_refusal) in enumerate(map(json.loads, everyone)):
+            if their_refusal:
+                raise UnsupportedError(f"rank {rank} refused: {their_refusal}")
+            for name in settings:
+                if theirs.get(name) != settings[name]:
+                    raise UnsupportedError(
+                        f"{name} differs between ranks: {settings[name]} on rank {self.rank}, "
+                        f"{theirs.get(name)} on rank {rank}. Set all ranks up alike."
+                    )
+
+    def _sum(self, tensor: Tensor) -> dist.Work:
+        work: dist.Work = self._group.allreduce([tensor])  # type: ignore[attr-defined]  # of its C++ base
+        return work
+
+    def _gather(self, text: str) -> list[str]:
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(mine)
+        self._sum(lengths).wait()
+        texts = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+        texts[self.rank, : len(mine)] = mine
+        self._sum(texts).wait()  # each byte is nonzero on one rank only
+        return [
+            bytes(row[:length].tolist()).decode() for row, length in zip(texts, lengths.tolist(), strict=True)
+        ]
+
+    def count(self, active: bool) -> int:
+        """How many ranks are active, in this call of the same hook on all of them. Collective, blocks."""
+        total = torch.tensor([float(active)])
+        self._sum(total).wait()
+        return int(total.item())
+
+    def announce(self, failed: bool) -> None:
+        """Begin to tell the others whether this rank's updates failed. Collective, does not block."""
+        flags = torch.zeros(self.size)
+        flags[self.rank] = float(failed)
+        self._failed = flags, self._sum(flags)
+
+    def check(self) -> None:
+        """Wait for what the others announced, and raise if an update failed on one of them."""
+        if self._failed is None:
+            return
+        (flags, work), self._failed = self._failed, None
+        work.wait()
+        failed = [str(rank) for rank in flags.nonzero().flatten().tolist() if rank != self.rank]
+        if failed:
+            raise OverlapError(
+                f"an update failed on rank {', '.join(failed)}: its parameters are no longer those of rank "
+                f"{self.rank}. Reload model and optimizer on all ranks."
+            )
+
+
+# The models of one process group share one group for their messages; it lives as long as that does.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = weakref.WeakKeyDictionary()
+
+
+def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    """A gloo group of the same ranks.
+
+    Made directly: `dist.new_group` is a call for all ranks of the world, and its local variant derives the
+    name from how many groups a rank is in, and hangs if that differs.
+    """
+    store = PrefixStore(f"lazystep.overlap/{group.group_name}/", group.get_group_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=_timeout(group))
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """The time-out of a group; the default one where its backend keeps it to itself."""
+    try:
+        found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        found = dist.constants.default_pg_timeout
+    return found

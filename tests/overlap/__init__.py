@@ -1,0 +1,1 @@
+"""Overlap: updates inside backward, against plain DDP in real processes."""

@@ -1,0 +1,121 @@
+"""A pool of processes in one gloo group, reused from test to test.
+
+`pool.run(function, *args)` calls a module-level function on each rank, with its rank's `World` first, and
+returns what the ranks returned. What one of them raised is raised here, with its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class World:
+    """Where a function runs."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+class RankError(Exception):
+    """A function raised on a rank, or its process ended or gave no answer in time."""
+
+
+class Pool:
+    """Processes that wait for work. `num_ranks` may be fewer than there are: the first ones then work."""
+
+    def __init__(self, size: int, collective_timeout: float = 60.0) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            store = str(Path(self._directory.name) / "store")
+            process = context.Process(target=_serve, args=(theirs, rank, size, store, collective_timeout))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        self.gather(range(size), timeout=120)
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout: float = 60
+    ) -> list[Any]:
+        """Call `function(world, *args)` on the first ranks."""
+        self.start(function, *args, num_ranks=num_ranks)
+        return self.gather(range(num_ranks), timeout)
+
+    def start(self, function: Callable[..., Any], *args: Any, num_ranks: int = 2) -> None:
+        """Begin a call; `gather` ends it."""
+        for pipe in self._pipes[:num_ranks]:
+            pipe.send_bytes(pickle.dumps((function, args, num_ranks)))
+
+    def gather(self, ranks: Any, timeout: float) -> list[Any]:
+        """What these ranks returned."""
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Any] = {}
+        failures: list[str] = []
+        while missing := [rank for rank in ranks if rank not in answers]:
+            ready = wait([self._pipes[rank] for rank in missing], max(deadline - time.monotonic(), 0))
+            if not ready:
+                failures.append(f"ranks {missing}: no answer in time")
+                break
+            for rank in [rank for rank in missing if self._pipes[rank] in ready]:
+                try:
+                    ok, answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                except (EOFError, ConnectionResetError) as error:
+                    raise RankError(f"rank {rank}: its process has ended") from error
+                if not ok:
+                    failures.append(f"rank {rank}:\n{answers[rank]}")
+                    deadline = min(deadline, time.monotonic() + 15)  # the others may wait for it
+        if failures:
+            raise RankError("\n".join(failures))
+        return [answers[rank] for rank in ranks]
+
+    def close(self) -> None:
+        """End all processes."""
+        for pipe in self._pipes:
+            pipe.close()  # they end by themselves at the end of their input
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._directory.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, size: int, store_path: str, collective_timeout: float) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, size)
+    timeout = timedelta(seconds=collective_timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in range(1, size)}
+    groups[size] = dist.group.WORLD
+    pipe.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            function, args, num_ranks = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, function(World(rank, num_ranks, groups[num_ranks]), *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,1032 @@
+"""The rows of the parity table: one training script each, and what is to come of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+from lazystep import overlap
+
+from .training import NUM_STEPS, Run, Script, mlp
+
+
+@dataclass(frozen=True)
+class Row:
+    """A script and its outcome: equal, or refused at some stage with some words."""
+
+    name: str
+    script: Script
+    num_ranks: int = 2
+    refused_at: str = ""
+    words: str = ""
+    # Whether updates are made inside backward; if not, all are left to step().
+    overlaps: bool = True
+    note: str = ""
+
+
+ROWS: dict[str, Row] = {}
+HOOKS: dict[str, Row] = {}
+
+
+def row(name: str, table: dict[str, Row] = ROWS, **facts: Any) -> Callable[[Script], Script]:
+    def add(script: Script) -> Script:
+        table[name] = Row(name, script, **facts)
+        return script
+
+    return add
+
+
+def simple(
+    run: Run, model: nn.Module | None = None, overlap: dict[str, Any] | None = None, **ddp: Any
+) -> None:
+    made = run.ddp(model or mlp(), **ddp)
+    optimizer = run.optimizer(made.parameters())
+    run.overlap(made, optimizer, **(overlap or {}))
+    run.train(made, optimizer)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """`b` is used on some steps only, on one rank only, or nowhere, as the script says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, use_b: bool) -> Tensor:
+        h = self.a(x).tanh()
+        return self.c(self.b(h).tanh() if use_b else h)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, 8, sparse=sparse)
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words((x.abs() * 10).long() % 30).mean(1))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.middle = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for layer in self.middle:
+            h = checkpoint(layer, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.repeat(1, 32).view(-1, 3, 8, 8)
+        return self.head(self.body(images).mean((2, 3)))
+
+
+class Transposed(nn.Module):
+    """A dense parameter whose strides are not those of a contiguous one, and one that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 6).t())
+        self.sliced = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.w) + x @ self.sliced
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.to(torch.complex64) @ self.w).abs())
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+@row("plain")
+def plain(run: Run) -> None:
+    simple(run)
+
+
+@row("plain, 3 ranks", num_ranks=3)
+def plain_3(run: Run) -> None:
+    simple(run)
+
+
+@row("gradient_as_bucket_view")
+def bucket_view(run: Run) -> None:
+    simple(run, gradient_as_bucket_view=True)
+
+
+@row("gradient_as_bucket_view, 3 ranks", num_ranks=3)
+def bucket_view_3(run: Run) -> None:
+    simple(run, gradient_as_bucket_view=True)
+
+
+@row("gradient_as_bucket_view, zero_grad(set_to_none=False), 3 ranks", num_ranks=3)
+def bucket_view_kept_3(run: Run) -> None:
+    ddp = run.ddp(mlp(), gradient_as_bucket_view=True)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@row("batched_grad_copy, 3 ranks", num_ranks=3)
+def batched_copy(run: Run) -> None:
+    simple(run, batched_grad_copy=True)
+
+
+@row("static graph")
+def static_graph(run: Run) -> None:
+    simple(run, static_graph=True)
+
+
+@row("static graph, bucket views, 3 ranks", num_ranks=3)
+def static_graph_views(run: Run) -> None:
+    simple(run, static_graph=True, gradient_as_bucket_view=True)
+
+
+def branches(run: Run, use_b: Callable[[int, int], bool], set_to_none: bool = True, **options: Any) -> None:
+    ddp = run.ddp(Branches(), find_unused_parameters=True, **options)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step), use_b(step, run.world.rank)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@row("find_unused_parameters, unused on all ranks in some steps")
+def unused_everywhere(run: Run) -> None:
+    branches(run, lambda step, rank: step % 3 != 1)
+
+
+@row("find_unused_parameters, unused on one rank")
+def unused_on_one(run: Run) -> None:
+    branches(run, lambda step, rank: rank == step % 2)
+
+
+@row("find_unused_parameters, never used")
+def never_used(run: Run) -> None:
+    branches(run, lambda step, rank: False)
+
+
+@row("find_unused_parameters, zero_grad(set_to_none=False)")
+def unused_kept(run: Run) -> None:
+    branches(run, lambda step, rank: step % 3 != 1, set_to_none=False)
+
+
+@row("find_unused_parameters, bucket views, 3 ranks", num_ranks=3)
+def unused_views(run: Run) -> None:
+    branches(run, lambda step, rank: (step + rank) % 3 != 1, gradient_as_bucket_view=True)
+
+
+@row("unused parameters of a static graph")
+def unused_static(run: Run) -> None:
+    ddp = run.ddp(Branches(), static_graph=True)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step), False).square().mean())
+        run.step(optimizer)
+
+
+@row("sparse gradients")
+def sparse(run: Run) -> None:
+    ddp = run.ddp(Words())
+    dense = run.optimizer(ddp.module.head.parameters())
+    words = torch.optim.SparseAdam(ddp.module.words.parameters(), lr=0.01)
+    run.watched.append(words)
+    run.overlap(ddp, dense)
+    run.overlap(ddp, words)
+    run.train(ddp, dense, words)
+
+
+@row("sparse gradients, plain SGD, 3 ranks", num_ranks=3)
+def sparse_sgd(run: Run) -> None:
+    ddp = run.ddp(Words())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    run.watched.append(optimizer)
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+
+
+@row("no_sync accumulation")
+def no_sync(run: Run) -> None:
+    accumulate(run)
+
+
+@row("no_sync accumulation, bucket views, 3 ranks", num_ranks=3)
+def no_sync_views(run: Run) -> None:
+    accumulate(run, gradient_as_bucket_view=True)
+
+
+def accumulate(run: Run, **options: Any) -> None:
+    ddp = run.ddp(mlp(), **options)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        for part in range(3):
+            with ddp.no_sync() if part < 2 else contextlib.nullcontext():
+                run.backward(ddp(run.batch(10 * step + part)).square().mean() / 3)
+        run.step(optimizer)
+
+
+@row("no_sync, then unused in the synchronized pass")
+def no_sync_unused(run: Run) -> None:
+    ddp = run.ddp(Branches(), find_unused_parameters=True)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        with ddp.no_sync():
+            run.backward(ddp(run.batch(step), True).square().mean())
+        run.backward(ddp(run.batch(step + 50), step % 2 == 0).square().mean())
+        run.step(optimizer)
+
+
+@row(
+    "a second synchronized backward before step()",
+    refused_at="backward",
+    words="before optimizer.step()",
+)
+def second_backward(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        run.backward(ddp(run.batch(step + 50)).square().mean())
+        run.step(optimizer)
+
+
+def join(run: Run, model: nn.Module | None = None, **options: Any) -> None:
+    find_unused = options.pop("find_unused_parameters", False)
+    ddp = run.ddp(model or mlp(), find_unused_parameters=find_unused)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    with Join([ddp], **options):
+        run.train(ddp, optimizer, steps=range(3 + 2 * run.world.rank))
+    run.train(ddp, optimizer, steps=range(20, 22))
+
+
+@row("join, divided by the initial number of ranks")
+def join_initial(run: Run) -> None:
+    join(run, divide_by_initial_world_size=True)
+
+
+@row("join, divided by the remaining number of ranks")
+def join_remaining(run: Run) -> None:
+    join(run, divide_by_initial_world_size=False)
+
+
+@row("join, divided by the initial number of ranks, 3 ranks", num_ranks=3)
+def join_initial_3(run: Run) -> None:
+    join(run, divide_by_initial_world_size=True)
+
+
+@row("join, divided by the remaining number of ranks, 3 ranks", num_ranks=3)
+def join_remaining_3(run: Run) -> None:
+    join(run, divide_by_initial_world_size=False)
+
+
+@row("join, find_unused_parameters, 3 ranks", num_ranks=3)
+def join_unused(run: Run) -> None:
+    join(run, find_unused_parameters=True, divide_by_initial_world_size=False)
+
+
+@row("a subset of the parameters overlaps")
+def subset(run: Run) -> None:
+    model = mlp()
+    simple(run, model, overlap={"params": list(model.parameters())[::2]})
+
+
+@row("the optimizer has a subset of the parameters")
+def optimizer_subset(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(list(ddp.parameters())[2:5])
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        run.step(optimizer)
+        ddp.zero_grad()
+
+
+@row("ignored parameters")
+def ignored(run: Run) -> None:
+    model = mlp()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    simple(run, model)
+
+
+@row("frozen parameters")
+def frozen(run: Run) -> None:
+    model = mlp()
+    model[2].requires_grad_(False)
+    simple(run, model)
+
+
+@row("parameters unfrozen late")
+def unfrozen(run: Run) -> None:
+    model = mlp()
+    model[2].requires_grad_(False)
+    ddp = run.ddp(model)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer, steps=range(3))
+    model[2].requires_grad_(True)
+    run.train(ddp, optimizer, steps=range(3, NUM_STEPS))
+
+
+@row("shared parameters")
+def shared(run: Run) -> None:
+    simple(run, Tied())
+
+
+@row("reentrant checkpointing")
+def reentrant(run: Run) -> None:
+    ddp = run.ddp(Checkpointed(reentrant=True))
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step).requires_grad_()).square().mean())
+        run.step(optimizer)
+
+
+@row("non-reentrant checkpointing")
+def non_reentrant(run: Run) -> None:
+    simple(run, Checkpointed(reentrant=False))
+
+
+class TwiceCheckpointed(Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for layer in [*self.middle, self.middle[0]]:
+            h = checkpoint(layer, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+@row("reentrant checkpointing of a layer used twice, static graph")
+def reentrant_twice(run: Run) -> None:
+    ddp = run.ddp(TwiceCheckpointed(reentrant=True), static_graph=True)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step).requires_grad_()).square().mean())
+        run.step(optimizer)
+
+
+@row("channels_last parameters")
+def channels_last(run: Run) -> None:
+    simple(run, Convolutions().to(memory_format=torch.channels_last))
+
+
+@row("channels_last parameters, bucket views")
+def channels_last_views(run: Run) -> None:
+    simple(run, Convolutions().to(memory_format=torch.channels_last), gradient_as_bucket_view=True)
+
+
+@row("transposed parameters, and one with gaps")
+def transposed(run: Run) -> None:
+    simple(run, Transposed())
+
+
+@row("complex parameters")
+def complex_parameters(run: Run) -> None:
+    simple(run, Complex())
+
+
+@row("float64 and float32 parameters in one model")
+def mixed_types(run: Run) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).tanh().double())
+
+    simple(run, Mixed())
+
+
+@row("one bucket, then rebuilt to several")
+def rebuilt(run: Run) -> None:
+    # Without a cap the first iteration's buckets are made in another order than backward's.
+    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 1000), nn.Tanh(), nn.Linear(1000, 4))
+    simple(run, model, bucket_cap_mb=None)
+
+
+def clipped(run: Run, after_backward: Callable[[Any], Any], **options: Any) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    handle = run.overlap(ddp, optimizer, **options)
+    for step in range(NUM_STEPS):
+        run.backward(5 * ddp(run.batch(step)).square().mean())
+        norm = handle.total_norm if handle else after_backward(ddp.parameters())
+        if norm is not None:
+            run.seen.append(norm.clone())
+        run.step(optimizer)
+
+
+@row("clipping by the global norm", overlaps=False)
+def clip_norm(run: Run) -> None:
+    clipped(run, lambda p: nn.utils.clip_grad_norm_(p, 0.3), max_norm=0.3)
+
+
+@row("clipping by the global infinity norm", overlaps=False)
+def clip_norm_inf(run: Run) -> None:
+    clipped(run, lambda p: nn.utils.clip_grad_norm_(p, 0.05, "inf"), max_norm=0.05, norm_type=float("inf"))
+
+
+@row("clipping by value")
+def clip_value(run: Run) -> None:
+    clipped(run, lambda p: nn.utils.clip_grad_value_(p, 0.01), clip_value=0.01)
+
+
+@row("clipping by hand between backward and step()", refused_at="step", words="was changed or cleared")
+def clip_by_hand(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(5 * ddp(run.batch(step)).square().mean())
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
+        run.step(optimizer)
+
+
+@row("hyperparameters changed between backward and step()", refused_at="step", words="lr changed")
+def lr_by_hand(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        run.step(optimizer)
+
+
+@row("gradients cleared between backward and step()", refused_at="step", words="was changed or cleared")
+def cleared(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.backward(ddp(run.batch(0)).square().mean())
+    optimizer.zero_grad()
+    run.step(optimizer)
+
+
+def scaled(run: Run, clip: bool, given: bool = True) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+    options: dict[str, Any] = {"grad_scaler": scaler} if given else {}
+    run.overlap(ddp, optimizer, **options, **({"max_norm": 0.3} if clip else {}))
+    for step in range(NUM_STEPS):
+        loss = ddp(run.batch(step)).square().mean()
+        if step == 4 and run.world.rank == 1:
+            loss = loss * float("inf")
+        run.backward(scaler.scale(loss))
+        if clip and not run.overlapped:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
+        run.stage = "step"
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    run.watched.append(scaler)
+
+
+@row("GradScaler, with an inf step", overlaps=False)
+def scaler(run: Run) -> None:
+    scaled(run, clip=False)
+
+
+@row("GradScaler and clipping, with an inf step", overlaps=False)
+def scaler_clip(run: Run) -> None:
+    scaled(run, clip=True)
+
+
+@row("GradScaler that was not passed", refused_at="step", words="GradScaler")
+def scaler_unknown(run: Run) -> None:
+    scaled(run, clip=False, given=False)
+
+
+@row("double registration", refused_at="set-up", words="already")
+def twice(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+
+
+@row("two optimizers that share parameters", refused_at="set-up", words="another optimizer")
+def overlapping(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    first, second = run.optimizer(ddp.parameters()), run.optimizer(list(ddp.parameters())[:2])
+    run.overlap(ddp, first)
+    run.overlap(ddp, second)
+    run.train(ddp, first, second)
+
+
+@row("an existing hook", refused_at="set-up", words="has a communication hook already")
+def existing_hook(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    ddp.register_comm_hook(run.world.group, default_hooks.allreduce_hook)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+
+
+@row("an existing built-in hook", refused_at="set-up", words="has a communication hook already")
+def existing_builtin_hook(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+
+
+@row("torch.compile of the DDP model")
+def compiled(run: Run) -> None:
+    ddp = run.ddp(mlp(), bucket_cap_mb=None)  # dynamo's splitter wants the first bucket smaller
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.train(torch.compile(ddp, backend="aot_eager"), optimizer)
+    torch._dynamo.reset()
+
+
+@row("torch.compile below DDP")
+def compiled_inside(run: Run) -> None:
+    model = mlp()
+    ddp = run.ddp(torch.compile(model, backend="aot_eager"), bucket_cap_mb=None)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+    torch._dynamo.reset()
+
+
+@row(
+    "backward(create_graph=True)",
+    refused_at="backward",
+    words="leaf Variable",
+    note="by torch, in plain DDP too",
+)
+def create_graph(run: Run) -> None:
+    import warnings
+
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a reference cycle
+        run.backward(ddp(run.batch(0)).square().mean(), create_graph=True)
+    run.step(optimizer)
+
+
+@row("backward(retain_graph=True)")
+def retain_graph(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean(), retain_graph=True)
+        run.step(optimizer)
+
+
+@row("a detached use of a parameter, pending in the graph")
+def detached_use(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        x = run.batch(step)
+        # Backward of this product reads the last layer's weight long after that weight's gradient is ready.
+        scale = (ddp.module[0](x) * ddp.module[6].weight.detach().sum(0)).sum()
+        run.backward(ddp(x).square().mean() + scale.square() * 0.01)
+        run.step(optimizer)
+
+
+def scheduled(run: Run, before: bool) -> None:
+    ddp = run.ddp(mlp())
+    parameters = list(ddp.parameters())
+    optimizer = run.optimizer([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.02}])
+    made = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)] if before else []
+    run.overlap(ddp, optimizer)
+    if not before:
+        made = [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=NUM_STEPS + 1)]
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        run.step(optimizer)
+        made[0].step()
+    run.seen += [torch.tensor(group["lr"]) for group in optimizer.param_groups]
+
+
+@row("parameter groups, a scheduler made before")
+def scheduler_before(run: Run) -> None:
+    scheduled(run, before=True)
+
+
+@row("parameter groups, a scheduler made after")
+def scheduler_after(run: Run) -> None:
+    scheduled(run, before=False)
+
+
+@row("add_param_group and load_state_dict in mid-training")
+def regrouped(run: Run) -> None:
+    import copy
+
+    ddp = run.ddp(mlp())
+    parameters = list(ddp.parameters())
+    optimizer = run.optimizer(parameters[:4])
+    run.overlap(ddp, optimizer)
+    outside = nn.Parameter(torch.ones(4))
+    for step in range(NUM_STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": parameters[4:], "lr": 0.03})
+        if step == 4:
+            optimizer.add_param_group({"params": [outside]})
+        if step == 6:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run.backward((ddp(run.batch(step)) * outside).square().mean())
+        run.step(optimizer)
+        ddp.zero_grad()
+    run.seen.append(outside.detach())
+
+
+@row("two optimizers on disjoint parameters")
+def two_optimizers(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    parameters = list(ddp.parameters())
+    first = run.optimizer(parameters[::2])
+    second = torch.optim.RMSprop(parameters[1::2], lr=0.01)
+    run.watched.append(second)
+    run.overlap(ddp, first)
+    run.overlap(ddp, second)
+    run.train(ddp, first, second)
+
+
+@row("step() with a closure")
+def closure(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+
+        def evaluate(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = ddp(run.batch(step)).square().mean()
+            run.backward(loss)
+            return loss
+
+        optimizer.step(evaluate)
+
+
+@row("step() twice after one backward")
+def step_twice(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@row("gradients never cleared")
+def never_cleared(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        optimizer.step()
+
+
+@row("removed in mid-training, 3 ranks", num_ranks=3)
+def removed(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    handle = run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer, steps=range(4))
+    if handle:
+        handle.remove()
+    run.train(ddp, optimizer, steps=range(4, NUM_STEPS))
+
+
+@row("removed and overlapped again")
+def overlapped_again(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    handle = run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer, steps=range(3))
+    if handle:
+        handle.remove()
+    run.train(ddp, optimizer, steps=range(3, 5))
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer, steps=range(5, NUM_STEPS))
+
+
+@row("evaluation between the steps")
+def evaluation(run: Run) -> None:
+    ddp = run.ddp(Convolutions())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        run.step(optimizer)
+        ddp.eval()
+        with torch.no_grad():
+            run.seen.append(ddp(run.batch(step + 100)))
+        ddp.train()
+
+
+# -- refused at set-up ---------------------------------------------------------------------------
+
+
+@row("LBFGS", refused_at="set-up", words="LBFGS")
+def lbfgs(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    run.overlap(ddp, torch.optim.LBFGS(ddp.parameters()))
+
+
+class GroupCounter(torch.optim.Optimizer):
+    """Third-party: counts its steps in the group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["num_steps"])
+
+
+class SignDescent(torch.optim.Optimizer):
+    """Third-party: each parameter by itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                    p.sub_(p.grad.sign(), alpha=group["lr"] / count)
+
+
+def third_party(run: Run, kind: Any, per_parameter: bool) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = kind(ddp.parameters())
+    run.watched.append(optimizer)
+    run.overlap(ddp, optimizer, per_parameter=per_parameter)
+    run.train(ddp, optimizer)
+
+
+@row("a third-party optimizer, undeclared", refused_at="set-up", words="per_parameter=True")
+def undeclared(run: Run) -> None:
+    third_party(run, SignDescent, False)
+
+
+@row("a third-party optimizer, declared per parameter")
+def declared(run: Run) -> None:
+    third_party(run, SignDescent, True)
+
+
+@row("a group-level counter, wrongly declared per parameter", refused_at="backward", words="num_steps")
+def wrongly_declared(run: Run) -> None:
+    third_party(run, GroupCounter, True)
+
+
+@row("SyncBatchNorm on the CPU", refused_at="set-up", words="SyncBatchNorm")
+def sync_batch_norm(run: Run) -> None:
+    ddp = run.ddp(nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions()))
+    run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("DDP mixed precision", refused_at="set-up", words="mixed precision")
+def mixed_precision(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    ddp.mixed_precision = object()  # the real one can't be made without an accelerator
+    run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("the python reducer", refused_at="set-up", words="python reducer")
+def python_reducer(run: Run) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = run.ddp(mlp())
+        run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("FSDP, or no DDP at all", refused_at="set-up", words="FSDP")
+def not_ddp(run: Run) -> None:
+    model: Any = mlp()
+    run.overlap(model, run.optimizer(model.parameters()))
+
+
+@row("ZeroRedundancyOptimizer", refused_at="set-up", words="ZeroRedundancyOptimizer")
+def zero(run: Run) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = run.ddp(mlp())
+    made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=run.world.group, lr=0.1)
+    run.overlap(ddp, made)
+
+
+@row("settings that differ between ranks", refused_at="set-up", words="differs between ranks")
+def disagreement(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1 * (1 + run.world.rank))
+    run.overlap(ddp, optimizer)
+
+
+@row("a refusal on one rank only", refused_at="set-up", words="refused")
+def one_refuses(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    kind: Any = torch.optim.SGD if run.world.rank == 0 else SignDescent
+    run.overlap(ddp, kind(ddp.parameters()))
+
+
+@row("skip_all_reduce_unused_params", refused_at="set-up", words="skip_all_reduce_unused_params")
+def skip_unused(run: Run) -> None:
+    ddp = run.ddp(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("`step` replaced on the instance", refused_at="set-up", words="replaced")
+def replaced_step(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
+    run.overlap(ddp, optimizer)
+
+
+# -- hooks ---------------------------------------------------------------------------------------
+
+
+def hooked(run: Run, hook: Any, state: Any, model: nn.Module | None = None, **ddp_options: Any) -> None:
+    """The baseline of a hook is plain DDP with the hook registered."""
+    ddp = run.ddp(model or mlp(), **ddp_options)
+    optimizer = run.optimizer(ddp.parameters())
+    if run.overlapped:
+        run.overlap(ddp, optimizer, hook=hook, hook_state=state)
+    else:
+        ddp.register_comm_hook(state, hook)
+    run.train(ddp, optimizer)
+
+
+@row("no hook", HOOKS)
+def no_hook(run: Run) -> None:
+    simple(run)
+
+
+@row("allreduce_hook", HOOKS)
+def allreduce(run: Run) -> None:
+    hooked(run, default_hooks.allreduce_hook, run.world.group)
+
+
+@row("allreduce_hook, 3 ranks", HOOKS, num_ranks=3)
+def allreduce_3(run: Run) -> None:
+    hooked(run, default_hooks.allreduce_hook, run.world.group)
+
+
+@row("fp16_compress_hook", HOOKS)
+def fp16(run: Run) -> None:
+    hooked(run, default_hooks.fp16_compress_hook, run.world.group)
+
+
+@row("lazystep.overlap.bf16_hook", HOOKS)
+def bf16(run: Run) -> None:
+    hooked(run, overlap.bf16_hook, run.world.group)
+
+
+@row("bf16_compress_hook of torch", HOOKS, refused_at="set-up", words="lazystep.overlap.bf16_hook")
+def torchs_bf16(run: Run) -> None:
+    hooked(run, default_hooks.bf16_compress_hook, run.world.group)
+
+
+def power_state(run: Run) -> Any:
+    return powerSGD_hook.PowerSGDState(
+        run.world.group, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=0.5
+    )
+
+
+@row("powerSGD_hook, one bucket", HOOKS)
+def power_sgd(run: Run) -> None:
+    hooked(run, powerSGD_hook.powerSGD_hook, power_state(run), bucket_cap_mb=None)
+
+
+@row("batched_powerSGD_hook", HOOKS, refused_at="set-up", words="fails in torch 2.13")
+def batched_power_sgd(run: Run) -> None:
+    hooked(run, powerSGD_hook.batched_powerSGD_hook, power_state(run), bucket_cap_mb=None)
+
+
+@row("powerSGD_hook, several buckets", HOOKS, refused_at="set-up", words="deadlocks on gloo")
+def power_sgd_buckets(run: Run) -> None:
+    if run.overlapped:  # plain DDP would hang
+        hooked(run, powerSGD_hook.powerSGD_hook, power_state(run))
+
+
+@row("quantization_pertensor_hook", HOOKS, refused_at="set-up", words="CUDA")
+def quantized(run: Run) -> None:
+    hooked(run, quantization_hooks.quantization_pertensor_hook, run.world.group)
+
+
+@row("quantization_perchannel_hook", HOOKS, refused_at="set-up", words="CUDA")
+def quantized_per_channel(run: Run) -> None:
+    hooked(run, quantization_hooks.quantization_perchannel_hook, run.world.group)
+
+
+def local_state(run: Run, subgroup: Any) -> Any:
+    return post_localSGD_hook.PostLocalSGDState(run.world.group, subgroup, start_localSGD_iter=3)
+
+
+@row("post_localSGD_hook, with a subgroup", HOOKS)
+def local_sgd(run: Run) -> None:
+    alone = dist.new_group([run.world.rank], use_local_synchronization=True)
+    hooked(run, post_localSGD_hook.post_localSGD_hook, local_state(run, alone))
+    dist.destroy_process_group(alone)
+
+
+@row("post_localSGD_hook, without a subgroup", HOOKS, refused_at="set-up", words="subgroup")
+def local_sgd_alone(run: Run) -> None:
+    hooked(run, post_localSGD_hook.post_localSGD_hook, local_state(run, None))
+
+
+@row("noop_hook", HOOKS)
+def noop(run: Run) -> None:
+    hooked(run, debugging_hooks.noop_hook, None)
+
+
+def half_of_the_sum(group, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
+    """A user's own: returns a new tensor, not the bucket's."""
+    doubled = bucket.buffer() * 0.5
+    work = dist.all_reduce(doubled, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] * 1.5)
+
+
+@row("a user's own hook", HOOKS)
+def users_own(run: Run) -> None:
+    hooked(run, half_of_the_sum, run.world.group)
+
+
+@row("a user's own hook, bucket views", HOOKS)
+def users_own_views(run: Run) -> None:
+    hooked(run, half_of_the_sum, run.world.group, gradient_as_bucket_view=True)
+
+
+@row("fp16_compress_wrapper", HOOKS, overlaps=False)
+def fp16_wrapper(run: Run) -> None:
+    hooked(run, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), run.world.group)
