@@ -70,7 +70,7 @@ class BucketQueue:
         reduced = future.wait()
         events.update_start = time.perf_counter()
         self.seconds_waiting += events.update_start - start
-        if not events.reduce_end:
+        if not events.reduce_end:  # its callback comes after the value
             events.reduce_end = events.update_start
         if self.side_stream is not None:
             self.side_stream.keep_alive([reduced])

@@ -44,6 +44,8 @@ class EarlySteps:
         self._seals: list[tuple[Tensor, Tensor | None, int]] = []
         self._hyperparameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        # How deep in `step()` this is: a subclass that calls `super().step()` fires the hooks twice.
+        self._depth = 0
         self._pre_hook = optimizer.register_step_pre_hook(self._before_step)
         self._post_hook = optimizer.register_step_post_hook(self._after_step)
         self._load_hook = optimizer.register_load_state_dict_post_hook(reloaded)
@@ -70,14 +72,16 @@ class EarlySteps:
 
     def seal(self) -> None:
         """Remember the gradients as backward has left them."""
+        self._depth = 0  # a step that raised has left it
         self._seals = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in self._stepped]
         # Another's pre-hook must see the gradients (and be caught if it changes them), so ours goes last.
         _move(self.optimizer._optimizer_step_pre_hooks, self._pre_hook.id, last=True)
         _move(self.optimizer._optimizer_step_post_hooks, self._post_hook.id, last=False)
 
     def forget(self) -> None:
-        """Drop the open iteration: the state that it had updated was replaced."""
+        """Close the iteration: `step()` is done, or the state that was updated has been replaced."""
         self._show()
+        self._depth = 0
         self._stepped, self._seals, self._hyperparameters = {}, [], []
 
     def remove(self) -> None:
@@ -89,28 +93,35 @@ class EarlySteps:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._show()  # after a step that raised
-        self._check()
+        self._depth += 1
+        if self._depth > 1:
+            return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
-            self._hide()
+            self._check_and_hide()
             return None
 
         def closure_then_hide() -> Any:
             loss = closure()  # backward, and with it the early steps, happens in here
-            self._check()
-            self._hide()
+            self._check_and_hide()
             return loss
 
         return (args[0], closure_then_hide), {key: kwargs[key] for key in kwargs if key != "closure"}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._show()
-        self._stepped, self._seals, self._hyperparameters = {}, [], []
+        self._depth -= 1
+        if self._depth == 0:
+            self.forget()
 
-    def _hide(self) -> None:
-        if self._stepped:
-            self._refuse_changes()
+    def _check_and_hide(self) -> None:
+        try:
+            self._check()
+            if self._stepped:
+                self._refuse_changes()
+        except BaseException:
+            self._depth = 0  # the post-hook won't come
+            raise
+        self._depth = 1  # a backward inside a closure has reset it
         self._hidden = [(p, p.grad) for p in self._stepped]
         for p in self._stepped:
             p.grad = None

@@ -233,8 +233,8 @@ class Engine:
         if any(attached.early.is_open for attached in self._attached):
             self._pass.refusal = OverlapError(
                 "a second synchronized backward() before optimizer.step(): the first one has updated the "
-                "parameters already. Accumulate under ddp.no_sync(), or call step() after each. (If a GradScaler "
-                "left step() out: pass it as grad_scaler=.)"
+                "parameters already. Accumulate under ddp.no_sync(), or call step() after each. (If it was a "
+                "GradScaler that left step() out: pass it as grad_scaler=.)"
             )
 
     def _reduce(self, bucket: Bucket, grad_bucket: GradBucket, events: BucketEvents) -> Future:

@@ -33,7 +33,8 @@ class BucketEvents:
 
     def reduced(self) -> None:
         """Note the end of the reduction; runs on the thread that ended it."""
-        self.reduce_end = time.perf_counter()
+        if not self.reduce_end:
+            self.reduce_end = time.perf_counter()
 
 
 class EventLog:

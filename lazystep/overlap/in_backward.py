@@ -6,6 +6,8 @@ optimizers that are faster on several at once (foreach, fused).
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +39,10 @@ class InBackwardHandle:
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for p in {p: None for group in optimizer.param_groups for p in group["params"]}:
             if p.requires_grad:
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._gradient_ready))
+                # A tensor keeps its hooks where the garbage collector can't see them; the model's hook
+                # above is what keeps this object alive.
+                hook = partial(_pass_on, weakref.ref(self))
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """End it: from now on `step()` does it all. Raises if `step()` is still to come."""
@@ -105,6 +110,12 @@ class InBackwardHandle:
         if self._ready:
             self._update()
         self._early.seal()
+
+
+def _pass_on(handle: weakref.ref[InBackwardHandle], parameter: Tensor) -> None:
+    found = handle()
+    if found is not None:
+        found._gradient_ready(parameter)
 
 
 def optimizer_in_backward(

@@ -8,12 +8,13 @@ one step over all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from ..errors import OverlapError, UnsupportedError
@@ -35,7 +36,7 @@ def step_only(optimizer: Optimizer, items: Sequence[Item]) -> None:
     owned = optimizer.param_groups
     optimizer.param_groups = [shown for _, shown in groups.values()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _no_step_hooks(optimizer):
             unhooked_step(optimizer)(optimizer)
     finally:
         optimizer.param_groups = owned
@@ -60,6 +61,17 @@ def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _no_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """A subclass that calls `super().step()` passes through its base's wrapper, which fires them, too."""
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
 def check_steppable(optimizer: Optimizer, per_parameter: bool) -> None:
     """Raise `UnsupportedError` for an optimizer that can't step parameters separately."""
     if not isinstance(optimizer, Optimizer):
@@ -67,7 +79,8 @@ def check_steppable(optimizer: Optimizer, per_parameter: bool) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters from one closure: step it after backward()")
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    # By name: importing torch.distributed.optim raises a warning of torch's own.
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise UnsupportedError(
             "ZeroRedundancyOptimizer steps only this rank's shard and broadcasts it: use a plain optimizer"
         )
@@ -89,4 +102,4 @@ def check_steppable(optimizer: Optimizer, per_parameter: bool) -> None:
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:
     owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return owner.__module__.startswith("torch.optim.") and owner is not Optimizer
+    return f"{owner.__module__}.".startswith("torch.optim.") and owner is not Optimizer

@@ -29,7 +29,7 @@ class Peers:
         self._group = group
         self.rank = group.rank()
         self.size = group.size()
-        self._failed: tuple[Tensor, dist.Work] | None = None
+        self._announced: list[tuple[Tensor, dist.Work]] = []
 
     def agree(self, settings: dict[str, str], refusal: Exception | None) -> None:
         """Raise on every rank if one of them refuses, or if settings differ. Collective, blocks."""
@@ -73,19 +73,19 @@ class Peers:
         """Begin to tell the others whether this rank's updates failed. Collective, does not block."""
         flags = torch.zeros(self.size)
         flags[self.rank] = float(failed)
-        self._failed = flags, self._sum(flags)
+        self._announced.append((flags, self._sum(flags)))
 
     def check(self) -> None:
         """Wait for what the others announced, and raise if an update failed on one of them."""
-        if self._failed is None:
-            return
-        (flags, work), self._failed = self._failed, None
-        work.wait()
-        failed = [str(rank) for rank in flags.nonzero().flatten().tolist() if rank != self.rank]
+        announced, self._announced = self._announced, []
+        failed = set()
+        for flags, work in announced:
+            work.wait()
+            failed |= {str(rank) for rank in flags.nonzero().flatten().tolist() if rank != self.rank}
         if failed:
             raise OverlapError(
-                f"an update failed on rank {', '.join(failed)}: its parameters are no longer those of rank "
-                f"{self.rank}. Reload model and optimizer on all ranks."
+                f"an update failed on rank {', '.join(sorted(failed))}: its parameters are no longer those "
+                f"of rank {self.rank}. Reload model and optimizer on all ranks."
             )
 
 

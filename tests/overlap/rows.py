@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +53,15 @@ def row(name: str, table: dict[str, Row] = ROWS, **facts: Any) -> Callable[[Scri
     return add
 
 
-def simple(
-    run: Run, model: nn.Module | None = None, overlap: dict[str, Any] | None = None, **ddp: Any
-) -> None:
-    made = run.ddp(model or mlp(), **ddp)
-    optimizer = run.optimizer(made.parameters())
-    run.overlap(made, optimizer, **(overlap or {}))
-    run.train(made, optimizer)
+def start(run: Run, model: nn.Module | None = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    ddp = run.ddp(model or mlp(), **options)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    return ddp, optimizer
+
+
+def simple(run: Run, model: nn.Module | None = None, **options: Any) -> None:
+    run.train(*start(run, model, **options))
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -169,9 +173,7 @@ def bucket_view_3(run: Run) -> None:
 
 @row("gradient_as_bucket_view, zero_grad(set_to_none=False), 3 ranks", num_ranks=3)
 def bucket_view_kept_3(run: Run) -> None:
-    ddp = run.ddp(mlp(), gradient_as_bucket_view=True)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, mlp(), gradient_as_bucket_view=True)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
         optimizer.step()
@@ -194,9 +196,7 @@ def static_graph_views(run: Run) -> None:
 
 
 def branches(run: Run, use_b: Callable[[int, int], bool], set_to_none: bool = True, **options: Any) -> None:
-    ddp = run.ddp(Branches(), find_unused_parameters=True, **options)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, Branches(), find_unused_parameters=True, **options)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step), use_b(step, run.world.rank)).square().mean())
         optimizer.step()
@@ -230,9 +230,7 @@ def unused_views(run: Run) -> None:
 
 @row("unused parameters of a static graph")
 def unused_static(run: Run) -> None:
-    ddp = run.ddp(Branches(), static_graph=True)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, Branches(), static_graph=True)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step), False).square().mean())
         run.step(optimizer)
@@ -269,9 +267,7 @@ def no_sync_views(run: Run) -> None:
 
 
 def accumulate(run: Run, **options: Any) -> None:
-    ddp = run.ddp(mlp(), **options)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, mlp(), **options)
     for step in range(NUM_STEPS):
         for part in range(3):
             with ddp.no_sync() if part < 2 else contextlib.nullcontext():
@@ -281,9 +277,7 @@ def accumulate(run: Run, **options: Any) -> None:
 
 @row("no_sync, then unused in the synchronized pass")
 def no_sync_unused(run: Run) -> None:
-    ddp = run.ddp(Branches(), find_unused_parameters=True)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, Branches(), find_unused_parameters=True)
     for step in range(NUM_STEPS):
         with ddp.no_sync():
             run.backward(ddp(run.batch(step), True).square().mean())
@@ -297,9 +291,7 @@ def no_sync_unused(run: Run) -> None:
     words="before optimizer.step()",
 )
 def second_backward(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
         run.backward(ddp(run.batch(step + 50)).square().mean())
@@ -308,9 +300,7 @@ def second_backward(run: Run) -> None:
 
 def join(run: Run, model: nn.Module | None = None, **options: Any) -> None:
     find_unused = options.pop("find_unused_parameters", False)
-    ddp = run.ddp(model or mlp(), find_unused_parameters=find_unused)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, model or mlp(), find_unused_parameters=find_unused)
     with Join([ddp], **options):
         run.train(ddp, optimizer, steps=range(3 + 2 * run.world.rank))
     run.train(ddp, optimizer, steps=range(20, 22))
@@ -343,8 +333,10 @@ def join_unused(run: Run) -> None:
 
 @row("a subset of the parameters overlaps")
 def subset(run: Run) -> None:
-    model = mlp()
-    simple(run, model, overlap={"params": list(model.parameters())[::2]})
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer, params=list(ddp.parameters())[::2])
+    run.train(ddp, optimizer)
 
 
 @row("the optimizer has a subset of the parameters")
@@ -376,9 +368,7 @@ def frozen(run: Run) -> None:
 def unfrozen(run: Run) -> None:
     model = mlp()
     model[2].requires_grad_(False)
-    ddp = run.ddp(model)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, model)
     run.train(ddp, optimizer, steps=range(3))
     model[2].requires_grad_(True)
     run.train(ddp, optimizer, steps=range(3, NUM_STEPS))
@@ -391,9 +381,7 @@ def shared(run: Run) -> None:
 
 @row("reentrant checkpointing")
 def reentrant(run: Run) -> None:
-    ddp = run.ddp(Checkpointed(reentrant=True))
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, Checkpointed(reentrant=True))
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step).requires_grad_()).square().mean())
         run.step(optimizer)
@@ -414,9 +402,7 @@ class TwiceCheckpointed(Checkpointed):
 
 @row("reentrant checkpointing of a layer used twice, static graph")
 def reentrant_twice(run: Run) -> None:
-    ddp = run.ddp(TwiceCheckpointed(reentrant=True), static_graph=True)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, TwiceCheckpointed(reentrant=True), static_graph=True)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step).requires_grad_()).square().mean())
         run.step(optimizer)
@@ -491,9 +477,7 @@ def clip_value(run: Run) -> None:
 
 @row("clipping by hand between backward and step()", refused_at="step", words="was changed or cleared")
 def clip_by_hand(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         run.backward(5 * ddp(run.batch(step)).square().mean())
         nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
@@ -502,9 +486,7 @@ def clip_by_hand(run: Run) -> None:
 
 @row("hyperparameters changed between backward and step()", refused_at="step", words="lr changed")
 def lr_by_hand(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
         optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
@@ -513,9 +495,7 @@ def lr_by_hand(run: Run) -> None:
 
 @row("gradients cleared between backward and step()", refused_at="step", words="was changed or cleared")
 def cleared(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     run.backward(ddp(run.batch(0)).square().mean())
     optimizer.zero_grad()
     run.step(optimizer)
@@ -559,9 +539,7 @@ def scaler_unknown(run: Run) -> None:
 
 @row("double registration", refused_at="set-up", words="already")
 def twice(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     run.overlap(ddp, optimizer)
     run.train(ddp, optimizer)
 
@@ -605,9 +583,7 @@ def compiled(run: Run) -> None:
 @row("torch.compile below DDP")
 def compiled_inside(run: Run) -> None:
     model = mlp()
-    ddp = run.ddp(torch.compile(model, backend="aot_eager"), bucket_cap_mb=None)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, torch.compile(model, backend="aot_eager"), bucket_cap_mb=None)
     run.train(ddp, optimizer)
     torch._dynamo.reset()
 
@@ -619,11 +595,7 @@ def compiled_inside(run: Run) -> None:
     note="by torch, in plain DDP too",
 )
 def create_graph(run: Run) -> None:
-    import warnings
-
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a reference cycle
         run.backward(ddp(run.batch(0)).square().mean(), create_graph=True)
@@ -632,9 +604,7 @@ def create_graph(run: Run) -> None:
 
 @row("backward(retain_graph=True)")
 def retain_graph(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean(), retain_graph=True)
         run.step(optimizer)
@@ -642,9 +612,7 @@ def retain_graph(run: Run) -> None:
 
 @row("a detached use of a parameter, pending in the graph")
 def detached_use(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         x = run.batch(step)
         # Backward of this product reads the last layer's weight long after that weight's gradient is ready.
@@ -680,8 +648,6 @@ def scheduler_after(run: Run) -> None:
 
 @row("add_param_group and load_state_dict in mid-training")
 def regrouped(run: Run) -> None:
-    import copy
-
     ddp = run.ddp(mlp())
     parameters = list(ddp.parameters())
     optimizer = run.optimizer(parameters[:4])
@@ -714,9 +680,7 @@ def two_optimizers(run: Run) -> None:
 
 @row("step() with a closure")
 def closure(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
 
         def evaluate(step: int = step) -> Tensor:
@@ -730,9 +694,7 @@ def closure(run: Run) -> None:
 
 @row("step() twice after one backward")
 def step_twice(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
         optimizer.step()
@@ -742,9 +704,7 @@ def step_twice(run: Run) -> None:
 
 @row("gradients never cleared")
 def never_cleared(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
         optimizer.step()
@@ -776,9 +736,7 @@ def overlapped_again(run: Run) -> None:
 
 @row("evaluation between the steps")
 def evaluation(run: Run) -> None:
-    ddp = run.ddp(Convolutions())
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, Convolutions())
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
         run.step(optimizer)
@@ -845,6 +803,24 @@ def declared(run: Run) -> None:
     third_party(run, SignDescent, True)
 
 
+class DecayAfterwards(torch.optim.SGD):
+    """Third-party: calls its base's step, and uses the gradients again afterwards."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - 0.01 * group["lr"])
+        return loss
+
+
+@row("a subclass whose step() calls its base's")
+def subclassed(run: Run) -> None:
+    third_party(run, lambda p: DecayAfterwards(p, 0.1, 0.9), True)
+
+
 @row("a group-level counter, wrongly declared per parameter", refused_at="backward", words="num_steps")
 def wrongly_declared(run: Run) -> None:
     third_party(run, GroupCounter, True)
@@ -878,8 +854,9 @@ def not_ddp(run: Run) -> None:
 
 @row("ZeroRedundancyOptimizer", refused_at="set-up", words="ZeroRedundancyOptimizer")
 def zero(run: Run) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import itself warns
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     ddp = run.ddp(mlp())
     made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=run.world.group, lr=0.1)
     run.overlap(ddp, made)
@@ -892,7 +869,7 @@ def disagreement(run: Run) -> None:
     run.overlap(ddp, optimizer)
 
 
-@row("a refusal on one rank only", refused_at="set-up", words="refused")
+@row("a refusal on one rank only", refused_at="set-up", words="SignDescent")
 def one_refuses(run: Run) -> None:
     ddp = run.ddp(mlp())
     kind: Any = torch.optim.SGD if run.world.rank == 0 else SignDescent
