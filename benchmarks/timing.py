@@ -124,11 +124,12 @@ def interleave(
 class Peer:
     """A variant that runs in its own process: `python -m <module> --peer <name>`, see `serve`.
 
-    A process that was lost is started anew by the next request, so that one failure stays one.
+    A process that was lost is started anew by the next request, so that one failure stays one. `prefix`
+    is a command to run it with (`ip netns exec ...`).
     """
 
-    def __init__(self, module: str, name: str, timeout: float) -> None:
-        self._command = [sys.executable, "-m", module, "--peer", name]
+    def __init__(self, module: str, name: str, timeout: float, prefix: Sequence[str] = ()) -> None:
+        self._command = [*prefix, sys.executable, "-m", module, "--peer", name]
         self._timeout = timeout
         self._process = self._start()
 

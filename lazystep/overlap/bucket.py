@@ -49,21 +49,18 @@ class Bucket:
             return [reduced] if len(self.parameters) == 1 else None
         if self.buffer.is_sparse or reduced.dtype != self.buffer.dtype or reduced.shape != self.buffer.shape:
             return None
-        if sum(p.numel() for p in self.parameters) != reduced.numel():
+        sizes = [p.numel() for p in self.parameters]
+        if sum(sizes) != reduced.numel():
             return None
-        views, offset = [], 0
-        for p in self.parameters:
-            views.append(_view(reduced, p, offset))
-            offset += p.numel()
-        return views
+        return [_view(part, p) for part, p in zip(reduced.split(sizes), self.parameters, strict=True)]
 
 
-def _view(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+def _view(flat: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_contiguous():
-        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+        return flat if parameter.dim() == 1 else flat.view(parameter.shape)
     if _is_dense(parameter):
-        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
-    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)
 
 
 def _is_dense(tensor: Tensor) -> bool:

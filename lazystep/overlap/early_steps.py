@@ -102,7 +102,9 @@ class EarlySteps:
             return None
 
         def closure_then_hide() -> Any:
+            depth = self._depth
             loss = closure()  # backward, and with it the early steps, happens in here
+            self._depth = depth
             self._check_and_hide()
             return loss
 
@@ -121,7 +123,6 @@ class EarlySteps:
         except BaseException:
             self._depth = 0  # the post-hook won't come
             raise
-        self._depth = 1  # a backward inside a closure has reset it
         self._hidden = [(p, p.grad) for p in self._stepped]
         for p in self._stepped:
             p.grad = None

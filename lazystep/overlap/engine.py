@@ -186,11 +186,11 @@ class Engine:
 
     # -- health ------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise if training must not go on. Blocks until every rank has finished its updates."""
+    def check(self, wait: bool = False) -> None:
+        """Raise if training must not go on; with `wait`, after every rank has finished its updates."""
         self._health.check()
         try:
-            self.peers.check()
+            self.peers.check(wait)
         except Exception as error:
             self._health.poison(error)
             raise
@@ -202,7 +202,7 @@ class Engine:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self._attached:
-            self.check()
+            self.check(wait=True)  # before the next collective of DDP, which a failed rank won't join
         self._pass.produced.clear()
 
     # -- in backward -------------------------------------------------------------------------------

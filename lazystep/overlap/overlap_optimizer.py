@@ -30,9 +30,9 @@ class OverlapHandle:
     def wait(self) -> None:
         """Block until every rank has finished the updates of the last backward; raise if one failed.
 
-        On this rank they are finished when `backward()` returns; `step()` waits for the others, too.
+        On this rank they are finished when `backward()` returns; the next forward waits for the others.
         """
-        self._engine.check()
+        self._engine.check(wait=True)
 
     def remove(self) -> None:
         """End the overlap of this optimizer: from now on `step()` does it all.

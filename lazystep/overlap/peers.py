@@ -75,11 +75,11 @@ class Peers:
         flags[self.rank] = float(failed)
         self._announced.append((flags, self._sum(flags)))
 
-    def check(self) -> None:
-        """Wait for what the others announced, and raise if an update failed on one of them."""
-        announced, self._announced = self._announced, []
+    def check(self, wait: bool) -> None:
+        """Raise if the others have announced that an update failed; with `wait`, hear all of them first."""
         failed = set()
-        for flags, work in announced:
+        while self._announced and (wait or self._announced[0][1].is_completed()):
+            flags, work = self._announced.pop(0)
             work.wait()
             failed |= {str(rank) for rank in flags.nonzero().flatten().tolist() if rank != self.rank}
         if failed:

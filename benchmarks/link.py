@@ -1,0 +1,71 @@
+"""Two network namespaces joined by a link of limited rate, so that ranks on one machine feel a network.
+
+Needs the right to make namespaces (root, or CAP_NET_ADMIN and CAP_SYS_ADMIN) and the tools `ip` and `tc`;
+`LinkError` says what is missing. Each end sends through a token bucket filter (`tc tbf`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+class LinkError(Exception):
+    """The link could not be made; the message is fit for a table."""
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a link: how to run a command there, and where it is."""
+
+    prefix: list[str]
+    address: str
+    interface: str
+
+
+LOOPBACK = [End([], "127.0.0.1", "lo"), End([], "127.0.0.1", "lo")]
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        raise LinkError(f"`{' '.join(command)}`: {done.stderr.strip() or done.returncode}")
+
+
+@contextlib.contextmanager
+def limited(gigabits: float) -> Iterator[list[End]]:
+    """The two ends of a link of so many Gbit/s in each direction; it is gone after the `with` block."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise LinkError(f"no `{tool}` on this machine")
+    token = f"lazystep{os.getpid()}"
+    names = [f"{token}-{side}" for side in "ab"]
+    interfaces = [f"lz{os.getpid() % 100000}{side}" for side in "ab"]
+    made: list[str] = []
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            made.append(name)
+        pair = ["type", "veth", "peer", "name", interfaces[1], "netns", names[1]]
+        _run("ip", "link", "add", interfaces[0], "netns", names[0], *pair)
+        # A bucket of 2 ms at full rate: smaller ones throttle below the rate, larger ones let bursts through.
+        burst = str(int(gigabits * 1e9 / 8 * 0.002))
+        for number, (name, interface) in enumerate(zip(names, interfaces, strict=True)):
+            inside = ["ip", "netns", "exec", name]
+            _run(*inside, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", interface)
+            _run(*inside, "ip", "link", "set", interface, "up")
+            _run(*inside, "ip", "link", "set", "lo", "up")
+            limit = ["rate", f"{gigabits:g}gbit", "burst", burst, "latency", "50ms"]
+            _run(*inside, "tc", "qdisc", "add", "dev", interface, "root", "tbf", *limit)
+        yield [
+            End(["ip", "netns", "exec", name], f"10.77.0.{number + 1}", interface)
+            for number, (name, interface) in enumerate(zip(names, interfaces, strict=True))
+        ]
+    finally:
+        for name in made:
+            with contextlib.suppress(LinkError):
+                _run("ip", "netns", "del", name)
