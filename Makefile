@@ -21,6 +21,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.recording
 	$(BIN)/python -m benchmarks.closures
+	$(BIN)/python -m benchmarks.overlap
 
 format: $(STAMP)
 	$(BIN)/ruff format .

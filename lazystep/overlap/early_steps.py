@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import OverlapError
+from .optimizer_internals import put_innermost
 from .partial_step import Item, step_only
 
 
@@ -75,8 +76,7 @@ class EarlySteps:
         self._depth = 0  # a step that raised has left it
         self._seals = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in self._stepped]
         # Another's pre-hook must see the gradients (and be caught if it changes them), so ours goes last.
-        _move(self.optimizer._optimizer_step_pre_hooks, self._pre_hook.id, last=True)
-        _move(self.optimizer._optimizer_step_post_hooks, self._post_hook.id, last=False)
+        put_innermost(self.optimizer, self._pre_hook, self._post_hook)
 
     def forget(self) -> None:
         """Close the iteration: `step()` is done, or the state that was updated has been replaced."""
@@ -183,8 +183,3 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, torch.Tensor) or isinstance(now, torch.Tensor):
         return before is now
     return bool(before == now)
-
-
-def _move(hooks: Any, key: int, last: bool) -> None:
-    if key in hooks:
-        hooks.move_to_end(key, last=last)

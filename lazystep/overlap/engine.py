@@ -27,6 +27,7 @@ from .average import scale, sum_over_ranks
 from .backward_callbacks import in_backward
 from .bucket import Bucket, Future, GradBucket, Hook, comm_hook
 from .bucket_queue import BucketQueue
+from .ddp_internals import divides_by_active_ranks, registered_hook
 from .early_steps import EarlySteps
 from .event_log import BucketEvents, EventLog
 from .health import Health
@@ -133,8 +134,8 @@ class Engine:
     @staticmethod
     def of(ddp: DistributedDataParallel) -> Engine | None:
         """The engine that has the model's hook slot."""
-        states = [state for _, state in ddp._comm_hooks]
-        return states[0]() if states and isinstance(states[0], _EngineRef) else None
+        found = registered_hook(ddp)
+        return found[1]() if found and isinstance(found[1], _EngineRef) else None
 
     def register(self) -> None:
         """Take the model's only hook slot."""
@@ -225,8 +226,7 @@ class Engine:
     def _begin(self, bucket: Bucket, updates: bool) -> None:
         """Settle what holds for all buckets of this pass."""
         # Under join, the joined ranks call the hook too, and say so: DDP does not tell the divisor.
-        by_initial_size = getattr(self.ddp, "_divide_by_initial_world_size", True)
-        shrinks = self.ddp._join_config.enable and not by_initial_size and self.hook is None
+        shrinks = self.hook is None and divides_by_active_ranks(self.ddp)
         self._pass.divisor = self.peers.count(updates) if shrinks else self.ddp.process_group.size()
         self._pass.refusal = None
         self._pass.owners = {}

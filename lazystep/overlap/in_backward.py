@@ -63,6 +63,7 @@ class InBackwardHandle:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._health.check()
+        self._in_pass = False  # a backward that raised has left it
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         if parameter.grad is None:

@@ -38,7 +38,7 @@ class OverlapHandle:
         """End the overlap of this optimizer: from now on `step()` does it all.
 
         DDP can't unregister a hook. Ours stays and reduces exactly like built-in DDP, or like `hook`.
-        Raises if `step()` is still to come.
+        Call it on all ranks. Raises if `step()` is still to come.
         """
         self._engine.detach(self._attached)
 
@@ -92,7 +92,7 @@ def overlap_optimizer(
     - `hook`, `hook_state`: a DDP communication hook to reduce with; the outcome is then that of plain DDP
       with this hook. None reduces as built-in DDP does, to the bit.
     - `params`: which parameters to update early; all of the optimizer's by default.
-    - `max_norm`, `norm_type`, `clip_value`: clip as `clip_grad_norm_` and `clip_grad_value_` over
+    - `max_norm`, `norm_type`, `clip_value`: clip as `clip_grad_value_` and then `clip_grad_norm_` over
       `ddp_model.parameters()` do, at the end of backward. A norm needs every gradient first, so with
       `max_norm`, and with `grad_scaler`, all updates happen in `step()` and none overlaps.
     - `per_parameter`: declares a third-party optimizer to update each parameter independently.
@@ -106,8 +106,6 @@ def overlap_optimizer(
             f"expected a DistributedDataParallel, got {type(ddp_model).__name__}. FSDP shards its parameters "
             "and has no such buckets; for a model without DDP there is optimizer_in_backward()."
         )
-    if getattr(ddp_model, "_delay_all_reduce_all_params", False):
-        raise UnsupportedError("delay_all_reduce_named_params of all parameters leaves no buckets to overlap")
     clipping = Clipping(max_norm, norm_type, clip_value, grad_scaler)
     chosen = None if params is None else list(params)
     peers = Peers(ddp_model)
@@ -187,5 +185,6 @@ def _describe(
         settings[f"the parameters of group {index}"] = numbers(group["params"])
         for key, value in group.items():
             if key != "params":
-                settings[f"{key} of group {index}"] = repr(value)
+                # A function's text would differ between ranks by its address alone.
+                settings[f"{key} of group {index}"] = getattr(value, "__qualname__", None) or repr(value)
     return settings

@@ -8,9 +8,7 @@ one step over all.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import OverlapError, UnsupportedError
+from .optimizer_internals import is_replaced, no_step_hooks, unhooked_step
 
 Group = dict[str, Any]
 # A parameter, the gradient that it is to be stepped with, and the group that it is in.
@@ -36,7 +35,7 @@ def step_only(optimizer: Optimizer, items: Sequence[Item]) -> None:
     owned = optimizer.param_groups
     optimizer.param_groups = [shown for _, shown in groups.values()]
     try:
-        with torch.no_grad(), _no_step_hooks(optimizer):
+        with torch.no_grad(), no_step_hooks(optimizer):
             unhooked_step(optimizer)(optimizer)
     finally:
         optimizer.param_groups = owned
@@ -55,23 +54,6 @@ def step_only(optimizer: Optimizer, items: Sequence[Item]) -> None:
             )
 
 
-def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The class's `step` below the wrapper that fires hooks: those fire once, from the user's `step()`."""
-    step = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _no_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """A subclass that calls `super().step()` passes through its base's wrapper, which fires them, too."""
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
-
-
 def check_steppable(optimizer: Optimizer, per_parameter: bool) -> None:
     """Raise `UnsupportedError` for an optimizer that can't step parameters separately."""
     if not isinstance(optimizer, Optimizer):
@@ -86,8 +68,7 @@ def check_steppable(optimizer: Optimizer, per_parameter: bool) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError("differentiable=True needs the gradients' graph: step after backward()")
-    own_step = vars(optimizer).get("step")
-    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+    if is_replaced(optimizer):
         raise UnsupportedError(
             f"`step` was replaced on this {name} instance: overlap would go around the replacement. "
             "Use step hooks instead (`register_step_post_hook`)."

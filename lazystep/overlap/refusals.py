@@ -15,11 +15,22 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedError
+from .ddp_internals import (
+    delays_reductions,
+    hook_name,
+    registered_hook,
+    smallest_bucket_bytes,
+    uses_python_reducer,
+)
 
 
 def check_model(ddp: DistributedDataParallel) -> None:
     """Raise for a DDP model whose reductions overlap can't follow."""
-    if getattr(ddp, "_use_python_reducer", False):
+    if delays_reductions(ddp):
+        raise UnsupportedError(
+            "delay_all_reduce_named_params reduces outside the buckets, and does not wait: leave it out"
+        )
+    if uses_python_reducer(ddp):
         raise UnsupportedError(
             "the python reducer of compiled autograd has no buckets: set torch._dynamo.config.optimize_ddp "
             "to 'ddp_optimizer' before the model is made"
@@ -33,18 +44,14 @@ def check_model(ddp: DistributedDataParallel) -> None:
             "skip_all_reduce_unused_params leaves buckets out, the last one perhaps: use "
             "find_unused_parameters=True"
         )
-    if ddp._delay_all_reduce_params:
-        raise UnsupportedError(
-            "delay_all_reduce_named_params reduces outside the buckets, and does not wait: leave it out"
-        )
     if ddp.device_type == "cpu" and any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules()):
         raise UnsupportedError("SyncBatchNorm does not run on the CPU: use BatchNorm, or an accelerator")
 
 
 def check_slot_is_free(ddp: DistributedDataParallel) -> None:
     """Raise if the model has a communication hook that is not ours."""
-    name = ddp._get_ddp_logging_data().get("comm_hook")
-    if ddp._comm_hooks or name:
+    name = hook_name(ddp)
+    if name or registered_hook(ddp):
         raise UnsupportedError(
             f"the model has a communication hook already ({name}), and DDP takes only one: make the model "
             "without it and pass it as hook="
@@ -69,7 +76,10 @@ def check_hook(ddp: DistributedDataParallel, hook: Any, state: Any) -> None:
         quantization_hooks.quantization_pertensor_hook,
         quantization_hooks.quantization_perchannel_hook,
     ):
-        raise UnsupportedError(f"torch's {hook.__name__} moves its scales to CUDA: not for the CPU")
+        raise UnsupportedError(
+            f"torch's {hook.__name__} takes the result of all_gather apart as NCCL fills it: on gloo it "
+            "raises IndexError, in plain DDP too. Use fp16_compress_hook or lazystep.overlap.bf16_hook."
+        )
     if hook is post_localSGD_hook.post_localSGD_hook and state.subgroup is None:
         raise UnsupportedError(
             "post_localSGD_hook without a subgroup makes one per machine from its accelerators: pass "
@@ -90,12 +100,11 @@ def check_hook(ddp: DistributedDataParallel, hook: Any, state: Any) -> None:
 
 def _one_bucket(ddp: DistributedDataParallel) -> bool:
     """Whether all gradients fit the first bucket, before and after buckets are rebuilt."""
-    parameters = [p for p in ddp._module_parameters if p.requires_grad]
+    parameters = [p for p in ddp.module.parameters() if p.requires_grad]
     num_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    smallest = min(ddp._bucket_config.first_bucket_bytes_cap, ddp.bucket_bytes_cap)
     kinds = {(p.dtype, p.device) for p in parameters}
     sparse = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in ddp.module.modules())
-    return num_bytes <= smallest and len(kinds) == 1 and not sparse
+    return num_bytes <= smallest_bucket_bytes(ddp) and len(kinds) == 1 and not sparse
 
 
 def check_scaler(scaler: Any) -> None:
