@@ -3,7 +3,8 @@
 Counters change at barriers and reads, never once per op, so that they cost the hot path nothing.
 Names are stable: `programs_recorded`, `programs_executed`, `cache_hits`, `cache_misses`,
 `instructions_recorded`, `instructions_executed`, `synchronizations`, `synchronizations:<reason>`,
-`automatic_barriers`, `random_draws`, `layout_repairs`, `steps_failed`, and the seconds
+`automatic_barriers`, `random_draws`, `layout_repairs`, `steps_failed`, `overlap_backwards`,
+`overlap_parameters_updated`, and the seconds
 `seconds_recording`, `seconds_waiting`, `seconds_executing`.
 
 Nothing here synchronizes with the device: call `lazystep.wait_device_ops()` first for counters

@@ -6,13 +6,14 @@ A pre-hook of the step hides the gradients of what has been stepped, the ordinar
 gradients again. So the optimizer's hooks fire once, and nothing is stepped twice.
 
 Gradients are kept until the user clears them, to be looked at. They must not be changed: the update has
-been made. `step()` raises if they, or the hyperparameters, are not what the update used.
+been made. `step()` raises if they, the parameters or the hyperparameters were changed in between.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +25,35 @@ from .optimizer_internals import put_innermost
 from .partial_step import Item, step_only
 
 
+@dataclass(slots=True)
+class _Seal:
+    """A parameter and its gradient as backward has left them."""
+
+    parameter: Tensor
+    version: int
+    gradient: Tensor | None
+    gradient_version: int
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Seal:
+        gradient = parameter.grad
+        return cls(parameter, parameter._version, gradient, -1 if gradient is None else gradient._version)
+
+    def changed(self) -> str:
+        """What is not as it was; empty if nothing."""
+        gradient = self.gradient
+        if self.parameter.grad is not gradient:
+            return "the gradient of"
+        if gradient is not None and gradient._version != self.gradient_version:
+            return "the gradient of"
+        return "the value of" if self.parameter._version != self.version else ""
+
+
 class EarlySteps:
     """Steps parameters of `optimizer` before its `step()` is called, and makes that call finish the rest.
 
-    `check` runs first in every `step()` and raises what must be raised there.
+    `check` runs first in every `step()` and raises what must be raised there; `reloaded` runs when the
+    optimizer has loaded a state; `names` are those of the model's parameters.
     """
 
     def __init__(
@@ -35,14 +61,14 @@ class EarlySteps:
         optimizer: Optimizer,
         check: Callable[[], None],
         reloaded: Callable[[Optimizer], None],
-        name_of: Callable[[Tensor], str],
+        names: Mapping[Tensor, str],
     ) -> None:
         self.optimizer = optimizer
         self.num_left_to_step = 0
         self._check = check
-        self._name_of = name_of
+        self._names = names
         self._stepped: dict[Tensor, None] = {}
-        self._seals: list[tuple[Tensor, Tensor | None, int]] = []
+        self._seals: list[_Seal] = []
         self._hyperparameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         # How deep in `step()` this is: a subclass that calls `super().step()` fires the hooks twice.
@@ -74,7 +100,7 @@ class EarlySteps:
     def seal(self) -> None:
         """Remember the gradients as backward has left them."""
         self._depth = 0  # a step that raised has left it
-        self._seals = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in self._stepped]
+        self._seals = [_Seal.of(p) for p in self._stepped]
         # Another's pre-hook must see the gradients (and be caught if it changes them), so ours goes last.
         put_innermost(self.optimizer, self._pre_hook, self._post_hook)
 
@@ -126,8 +152,8 @@ class EarlySteps:
         self._hidden = [(p, p.grad) for p in self._stepped]
         for p in self._stepped:
             p.grad = None
-        groups = self.optimizer.param_groups
-        self.num_left_to_step += sum(p.grad is not None for group in groups for p in group["params"])
+        left = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.num_left_to_step += sum(p in self._names for p in left)
 
     def _show(self) -> None:
         for p, gradient in self._hidden:
@@ -141,11 +167,12 @@ class EarlySteps:
         )
         if _called_by_grad_scaler():
             raise OverlapError(f"a GradScaler called step(): backward() has used scaled gradients. {way_out}")
-        for p, gradient, version in self._seals:
-            if p.grad is not gradient or (gradient is not None and gradient._version != version):
+        for seal in self._seals:
+            what = seal.changed()
+            if what:
+                name = self._names.get(seal.parameter, "a parameter")
                 raise OverlapError(
-                    f"the gradient of {self._name_of(p)} was changed or cleared between backward() and "
-                    f"step(). {way_out}"
+                    f"{what} {name} was changed or cleared between backward() and step(). {way_out}"
                 )
         if [id(group) for group, _ in self._hyperparameters] != list(map(id, self.optimizer.param_groups)):
             raise OverlapError(f"param_groups were replaced between backward() and step(). {way_out}")
@@ -162,9 +189,10 @@ def _called_by_grad_scaler() -> bool:
     Its kernel for the CPU scales gradients without a new version, and a fused optimizer scales inside its
     own kernel: neither leaves a trace on the gradients.
     """
+    scaler = torch.amp.GradScaler
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
+        if frame.f_code in (scaler.step.__code__, scaler._maybe_opt_step.__code__):
             return True
         frame = frame.f_back
     return False

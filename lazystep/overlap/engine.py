@@ -9,7 +9,6 @@ first iteration, and all parameters when clipping by norm or a GradScaler needs 
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -51,7 +50,7 @@ class Clipping:
         return self.max_norm is not None or self.grad_scaler is not None
 
 
-@dataclass
+@dataclass(eq=False)
 class Attached:
     """An optimizer of the model: its early steps, and the parameters that may have them (None: all)."""
 
@@ -61,7 +60,7 @@ class Attached:
 
 @dataclass
 class Statistics:
-    """What overlap did so far. `parameters_left` were stepped by `optimizer.step()` instead."""
+    """What overlap did so far. `parameters_left`: of the model, updated by `optimizer.step()` instead."""
 
     backwards: int = 0
     buckets: int = 0
@@ -154,7 +153,7 @@ class Engine:
     def attach(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> Attached:
         """Let an optimizer's parameters be updated in backward."""
         self._health.add(optimizer)
-        early = EarlySteps(optimizer, self.check, self._health.reloaded, self.name_of)
+        early = EarlySteps(optimizer, self.check, self._health.reloaded, self._names)
         attached = Attached(early, None if parameters is None else set(parameters))
         self._attached.append(attached)
         return attached
@@ -351,10 +350,8 @@ class Engine:
         if scaler is not None:
             for attached in self._attached:
                 scaler.unscale_(attached.early.optimizer)
-        start = time.perf_counter()
         if clipping.clip_value is not None:
             nn.utils.clip_grad_value_(self.ddp.parameters(), clipping.clip_value)
         if clipping.max_norm is not None:
             parameters = list(self.ddp.parameters())  # the order that the norms are added up in
             self.total_norm = nn.utils.clip_grad_norm_(parameters, clipping.max_norm, clipping.norm_type)
-        metrics.add_seconds("overlap_clipping", time.perf_counter() - start)

@@ -30,7 +30,7 @@ class InBackwardHandle:
         self.num_updated = 0
         self._gather_bytes = gather_bytes
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._early = EarlySteps(optimizer, self._check, lambda o: self._health.reloaded(o), self._name_of)
+        self._early = EarlySteps(optimizer, self._check, lambda o: self._health.reloaded(o), self._names)
         self._health = Health(model, self._early.forget)
         self._health.add(optimizer)
         self._ready: list[Tensor] = []

@@ -286,6 +286,21 @@ def no_sync_unused(run: Run) -> None:
 
 
 @row(
+    "no_sync, then unused in the synchronized pass, bucket views, 3 ranks",
+    num_ranks=3,
+    refused_at="backward",
+    words="how built-in DDP rounds it is not known",
+)
+def no_sync_unused_views(run: Run) -> None:
+    ddp, optimizer = start(run, Branches(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    for step in range(NUM_STEPS):
+        with ddp.no_sync():
+            run.backward(ddp(run.batch(step), True).square().mean())
+        run.backward(ddp(run.batch(step + 50), False).square().mean())
+        run.step(optimizer)
+
+
+@row(
     "a second synchronized backward before step()",
     refused_at="backward",
     words="before optimizer.step()",
@@ -493,6 +508,17 @@ def lr_by_hand(run: Run) -> None:
         run.step(optimizer)
 
 
+@row("parameters changed between backward and step()", refused_at="step", words="the value of 0.weight")
+def decay_by_hand(run: Run) -> None:
+    ddp, optimizer = start(run)
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step)).square().mean())
+        with torch.no_grad():
+            for p in ddp.parameters():
+                p.mul_(0.99)
+        run.step(optimizer)
+
+
 @row("gradients cleared between backward and step()", refused_at="step", words="was changed or cleared")
 def cleared(run: Run) -> None:
     ddp, optimizer = start(run)
@@ -676,6 +702,17 @@ def two_optimizers(run: Run) -> None:
     run.overlap(ddp, first)
     run.overlap(ddp, second)
     run.train(ddp, first, second)
+
+
+@row("one optimizer over two DDP models")
+def two_models(run: Run) -> None:
+    first, second = run.ddp(mlp()), run.ddp(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = run.optimizer([*first.parameters(), *second.parameters()])
+    run.overlap(first, optimizer)
+    run.overlap(second, optimizer)
+    for step in range(NUM_STEPS):
+        run.backward(second(first(run.batch(step))).square().mean())
+        run.step(optimizer)
 
 
 @row("step() with a closure")
