@@ -109,9 +109,10 @@ class Rank:
         dist.barrier()
         numbers = {variant: (time.perf_counter() - start) / num_steps}
         if chosen.handle:
-            events = chosen.handle.events()[-5 * num_steps :]
-            passes = {event.backward for event in events}
-            updating = sum(event.update_end - event.update_start for event in events) / len(passes)
+            events = chosen.handle.events()
+            first = events[-1].backward - num_steps
+            times = [event.update_end - event.update_start for event in events if event.backward > first]
+            updating = sum(times) / num_steps
             waiting = (chosen.handle.statistics.seconds_waiting - waited) / num_steps
             numbers |= {f"{variant}: waiting": waiting, f"{variant}: updating": updating}
         return numbers

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from .rows import Branches, Tied, half_of_the_sum
+from .hook_rows import half_of_the_sum
+from .models import Branches, Tied
 from .training import NUM_STEPS, Run, mlp
 
 FACTORS: dict[str, list[str]] = {

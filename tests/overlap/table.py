@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from . import hook_rows, refused_rows, rows  # noqa: F401  # they fill the tables
 from .pairwise import Combination, train
 from .pool import Pool, World
-from .rows import HOOKS, ROWS, Row, simple
+from .row import HOOKS, ROWS, Row, simple
 from .training import Outcome, Run, compare, mlp
 
 OPTIMIZERS = ["SGD", "AdamW"]
@@ -78,14 +79,14 @@ class Table:
     def to_markdown(self) -> str:
         """The whole table, as it stands in the docs."""
         parts = []
-        for title, rows in (("Rows", ROWS), ("Hooks", HOOKS)):
+        for title, table in (("Rows", ROWS), ("Hooks", HOOKS)):
             lines = [
                 f"### {title}",
                 "",
                 "| | ranks | SGD | AdamW | updated in backward |",
                 "|---|---|---|---|---|",
             ]
-            for row in rows.values():
+            for row in sorted(table.values(), key=lambda row: bool(row.refused_at)):
                 cells = [self._cell(row, optimizer) for optimizer in OPTIMIZERS]
                 first = self.outcomes(row, "SGD")[0]
                 total = first.updated + first.left

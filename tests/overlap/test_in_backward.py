@@ -16,7 +16,7 @@ from lazystep import metrics
 from lazystep.errors import OverlapError, UnsupportedError
 from lazystep.overlap import optimizer_in_backward
 
-from .rows import Checkpointed, DecayAfterwards, GroupCounter, SignDescent, Tied
+from .models import Checkpointed, DecayAfterwards, GroupCounter, SignDescent, Tied
 from .table import TORCH_OPTIMIZERS, forms_of
 from .training import largest_difference, mlp, tensors_in
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from .pairwise import Combination, combinations, describe
 from .pool import Pool, World
-from .rows import HOOKS, ROWS, Row
+from .row import HOOKS, ROWS, Row
 from .table import OPTIMIZERS, TORCH_OPTIMIZERS, Table, forms_of, run_combination, run_optimizer
 from .training import Outcome, Run, compare, mlp
 
@@ -86,4 +86,5 @@ def test_table_in_the_docs_is_current(table: Table) -> None:
     expected = MARKED.sub(lambda m: m[1] + table.to_markdown() + m[2], text)
     if os.environ.get("UPDATE_DOCS"):
         PAGE.write_text(expected)
+        text = expected
     assert text == expected, "UPDATE_DOCS=1 pytest tests/overlap/test_parity.py -k docs rewrites the table"

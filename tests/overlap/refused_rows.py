@@ -1,0 +1,155 @@
+"""Rows about the optimizer, the model or its settings, most of them refused at set-up."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from .models import Convolutions, DecayAfterwards, GroupCounter, SignDescent
+from .row import row, start
+from .training import Run, mlp
+
+
+@row("double registration", refused_at="set-up", words="already")
+def twice(run: Run) -> None:
+    ddp, optimizer = start(run)
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+
+
+@row("two optimizers that share parameters", refused_at="set-up", words="another optimizer")
+def overlapping(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    first, second = run.optimizer(ddp.parameters()), run.optimizer(list(ddp.parameters())[:2])
+    run.overlap(ddp, first)
+    run.overlap(ddp, second)
+    run.train(ddp, first, second)
+
+
+@row("an existing hook", refused_at="set-up", words="has a communication hook already")
+def existing_hook(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    ddp.register_comm_hook(run.world.group, default_hooks.allreduce_hook)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+
+
+@row("an existing built-in hook", refused_at="set-up", words="has a communication hook already")
+def existing_builtin_hook(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    optimizer = run.optimizer(ddp.parameters())
+    run.overlap(ddp, optimizer)
+    run.train(ddp, optimizer)
+
+
+@row("LBFGS", refused_at="set-up", words="LBFGS")
+def lbfgs(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    run.overlap(ddp, torch.optim.LBFGS(ddp.parameters()))
+
+
+def third_party(run: Run, kind: Any, per_parameter: bool) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = kind(ddp.parameters())
+    run.watched.append(optimizer)
+    run.overlap(ddp, optimizer, per_parameter=per_parameter)
+    run.train(ddp, optimizer)
+
+
+@row("a third-party optimizer, undeclared", refused_at="set-up", words="per_parameter=True")
+def undeclared(run: Run) -> None:
+    third_party(run, SignDescent, False)
+
+
+@row("a third-party optimizer, declared per parameter")
+def declared(run: Run) -> None:
+    third_party(run, SignDescent, True)
+
+
+@row("a subclass whose step() calls its base's")
+def subclassed(run: Run) -> None:
+    third_party(run, lambda p: DecayAfterwards(p, 0.1, 0.9), True)
+
+
+@row("a group-level counter, wrongly declared per parameter", refused_at="backward", words="num_steps")
+def wrongly_declared(run: Run) -> None:
+    third_party(run, GroupCounter, True)
+
+
+@row("SyncBatchNorm on the CPU", refused_at="set-up", words="SyncBatchNorm")
+def sync_batch_norm(run: Run) -> None:
+    ddp = run.ddp(nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions()))
+    run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("DDP mixed precision", refused_at="set-up", words="mixed precision")
+def mixed_precision(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    ddp.mixed_precision = object()  # the real one can't be made without an accelerator
+    run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("the python reducer", refused_at="set-up", words="python reducer")
+def python_reducer(run: Run) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = run.ddp(mlp())
+        run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("FSDP, or no DDP at all", refused_at="set-up", words="FSDP")
+def not_ddp(run: Run) -> None:
+    model: Any = mlp()
+    run.overlap(model, run.optimizer(model.parameters()))
+
+
+@row("ZeroRedundancyOptimizer", refused_at="set-up", words="ZeroRedundancyOptimizer")
+def zero(run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import itself warns
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    ddp = run.ddp(mlp())
+    made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=run.world.group, lr=0.1)
+    run.overlap(ddp, made)
+
+
+@row("settings that differ between ranks", refused_at="set-up", words="differs between ranks")
+def disagreement(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1 * (1 + run.world.rank))
+    run.overlap(ddp, optimizer)
+
+
+@row("a refusal on one rank only", refused_at="set-up", words="SignDescent")
+def one_refuses(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    kind: Any = torch.optim.SGD if run.world.rank == 0 else SignDescent
+    run.overlap(ddp, kind(ddp.parameters()))
+
+
+@row("skip_all_reduce_unused_params", refused_at="set-up", words="skip_all_reduce_unused_params")
+def skip_unused(run: Run) -> None:
+    ddp = run.ddp(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("delay_all_reduce_named_params", refused_at="set-up", words="delay_all_reduce_named_params")
+def delayed(run: Run) -> None:
+    model = mlp()
+    options = {"param_to_hook_all_reduce": model[0].weight}
+    ddp = run.ddp(model, delay_all_reduce_named_params=[("6.weight", model[6].weight)], **options)
+    run.overlap(ddp, run.optimizer(ddp.parameters()))
+
+
+@row("`step` replaced on the instance", refused_at="set-up", words="replaced")
+def replaced_step(run: Run) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = run.optimizer(ddp.parameters())
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
+    run.overlap(ddp, optimizer)
