@@ -1,4 +1,4 @@
-"""Rows about the optimizer, the model or its settings, most of them refused at set-up."""
+"""Rows about the optimizer, the model or its settings that are refused, nearly all of them at set-up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from .models import Convolutions, DecayAfterwards, GroupCounter, SignDescent
+from .models import Convolutions, GroupCounter, SignDescent
 from .row import row, start
+from .rows import third_party
 from .training import Run, mlp
 
 
@@ -55,27 +56,9 @@ def lbfgs(run: Run) -> None:
     run.overlap(ddp, torch.optim.LBFGS(ddp.parameters()))
 
 
-def third_party(run: Run, kind: Any, per_parameter: bool) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = kind(ddp.parameters())
-    run.watched.append(optimizer)
-    run.overlap(ddp, optimizer, per_parameter=per_parameter)
-    run.train(ddp, optimizer)
-
-
 @row("a third-party optimizer, undeclared", refused_at="set-up", words="per_parameter=True")
 def undeclared(run: Run) -> None:
     third_party(run, SignDescent, False)
-
-
-@row("a third-party optimizer, declared per parameter")
-def declared(run: Run) -> None:
-    third_party(run, SignDescent, True)
-
-
-@row("a subclass whose step() calls its base's")
-def subclassed(run: Run) -> None:
-    third_party(run, lambda p: DecayAfterwards(p, 0.1, 0.9), True)
 
 
 @row("a group-level counter, wrongly declared per parameter", refused_at="backward", words="num_steps")

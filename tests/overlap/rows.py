@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from .models import Branches, Checkpointed, Complex, Convolutions, Tied, Transposed, TwiceCheckpointed, Words
+from .models import (
+    Branches,
+    Checkpointed,
+    Complex,
+    Convolutions,
+    DecayAfterwards,
+    SignDescent,
+    Tied,
+    Transposed,
+    TwiceCheckpointed,
+    Words,
+)
 from .row import row, simple, start
 from .training import NUM_STEPS, Run, mlp
 
@@ -314,6 +325,24 @@ def mixed_types(run: Run) -> None:
     simple(run, Mixed())
 
 
+@row("bfloat16 parameters, 3 ranks", num_ranks=3)
+def bfloat16(run: Run) -> None:
+    ddp, optimizer = start(run, mlp().bfloat16())
+    for step in range(NUM_STEPS):
+        run.backward(ddp(run.batch(step).bfloat16()).square().mean())
+        run.step(optimizer)
+
+
+@row("autocast to bfloat16, 3 ranks", num_ranks=3)
+def autocast(run: Run) -> None:
+    ddp, optimizer = start(run)
+    for step in range(NUM_STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ddp(run.batch(step)).float().square().mean()
+        run.backward(loss)
+        run.step(optimizer)
+
+
 @row("one bucket, then rebuilt to several")
 def rebuilt(run: Run) -> None:
     # Without a cap the first iteration's buckets are made in another order than backward's.
@@ -605,3 +634,21 @@ def evaluation(run: Run) -> None:
         with torch.no_grad():
             run.seen.append(ddp(run.batch(step + 100)))
         ddp.train()
+
+
+def third_party(run: Run, kind: Any, per_parameter: bool) -> None:
+    ddp = run.ddp(mlp())
+    optimizer = kind(ddp.parameters())
+    run.watched.append(optimizer)
+    run.overlap(ddp, optimizer, per_parameter=per_parameter)
+    run.train(ddp, optimizer)
+
+
+@row("a third-party optimizer, declared per parameter")
+def declared(run: Run) -> None:
+    third_party(run, SignDescent, True)
+
+
+@row("a subclass whose step() calls its base's")
+def subclassed(run: Run) -> None:
+    third_party(run, lambda p: DecayAfterwards(p, 0.1, 0.9), True)
