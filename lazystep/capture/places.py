@@ -147,9 +147,9 @@ class Reach:
         self._kept.append(value)
         return False
 
-    def num_hooks(self) -> list[int]:
-        """How many hooks each module has."""
-        return [len(m.__dict__[name]) for m in self.modules for name in _HOOKS]
+    def hook_dicts(self) -> list[dict[int, Any]]:
+        """Where modules keep their hooks."""
+        return [m.__dict__[name] for m in self.modules for name in _HOOKS]
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -287,71 +289,85 @@ def _maker_of(program: CutProgram, value: int) -> str:
 
 
 class Guards:
-    """What a replay takes for granted: modes, flags, hooks, numbers and structure around the function."""
+    """What a replay takes for granted: modes, flags, hooks, numbers and structure around the function.
+
+    Asked at every replay, so it reads flat lists that were made once.
+    """
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
         self._slots = [(p.container, p.key) for p in reach.simple if p.kind == "item"]
         self._cells = [p for p in reach.simple if p.kind != "item"]
+        fields = [module.__dict__ for module in reach.modules]
+        self._dicts = [f[name] for f in fields for name in ("_modules", "_parameters") if f[name]]
+        self._hooks = reach.hook_dicts()
         self._simple = self._read_simple()
-        self._sizes = [len(container) for container in reach.sizes]
-        self._structure = self._read_structure()
-        self._states = [optimizer.state for optimizer in reach.optimizers]
+        self._sizes = list(map(len, reach.sizes))
+        self._objects = self._read_objects()
+        self._flags = self._read_flags()
         self._groups = self._read_groups()
 
     def _read_simple(self) -> list[Any]:
-        values = [
-            container.get(key) if type(container) is dict else container[key]
-            for container, key in self._slots
-        ]
-        return values + [place.get() for place in self._cells]
+        return [container[key] for container, key in self._slots] + [place.get() for place in self._cells]
 
-    def _read_structure(self) -> list[Any]:
-        reach = self._reach
-        rows: list[Any] = [p.requires_grad for p in reach.parameters]
-        rows += [p.grad is None for p in reach.parameters]
-        for module in reach.modules:
-            fields = module.__dict__
-            rows += map(id, fields["_modules"].values())
-            rows += map(id, fields["_parameters"].values())
-        rows += reach.num_hooks()
-        return rows
+    def _read_objects(self) -> list[Any]:
+        """Children, parameters and optimizer state: compared by identity."""
+        objects: list[Any] = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
+        for optimizer in self._reach.optimizers:
+            objects.append(optimizer.state)
+            for group in optimizer.param_groups:
+                objects += group["params"]
+        return objects
+
+    def _read_flags(self) -> list[Any]:
+        parameters = self._reach.parameters
+        flags: list[Any] = [p.requires_grad for p in parameters]
+        flags += [p.grad is None for p in parameters]
+        if any(self._hooks):
+            flags += map(len, self._hooks)
+        return flags
 
     def _read_groups(self) -> list[Any]:
-        rows: list[Any] = []
-        for optimizer in self._reach.optimizers:
-            for group in optimizer.param_groups:
-                rows += map(id, group["params"])
-                rows += [v for k, v in group.items() if k != "params" and not _is_traced_kind(v)]
-        return rows
+        return [
+            value
+            for optimizer in self._reach.optimizers
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key != "params" and not _is_traced_kind(value)
+        ]
 
     def hold(self) -> bool:
         """Whether everything is as it was when the call began."""
         try:
+            objects = self._read_objects()
             return (
-                self._read_simple() == self._simple
-                and [len(container) for container in self._reach.sizes] == self._sizes
-                and self._read_structure() == self._structure
-                and all(o.state is s for o, s in zip(self._reach.optimizers, self._states, strict=True))
+                len(objects) == len(self._objects)
+                and all(map(operator.is_, objects, self._objects))
+                and self._read_simple() == self._simple
+                and self._read_flags() == self._flags
                 and self._read_groups() == self._groups
+                and list(map(len, self._reach.sizes)) == self._sizes
             )
         except (KeyError, IndexError):
             return False
 
     def find_side_effect(self) -> str:
         """A number or container that the call itself has changed: a replay would leave it as it is."""
-        for place, before, now in zip(
-            [*self._slots, *self._cells], self._simple, self._read_simple(), strict=True
-        ):
-            key = place[1] if isinstance(place, tuple) and not isinstance(place, Place) else "a variable"
+        names = [key for _, key in self._slots] + ["a variable"] * len(self._cells)
+        try:
+            now = self._read_simple()
+        except (KeyError, IndexError):
+            return "it removes an attribute or an item, which a replay would not"
+        for name, before, after in zip(names, self._simple, now, strict=True):
             # A slot that held nothing may come to hold a tensor: that is state, not a side effect.
-            if before is not None and (type(before) is not type(now) or before != now):
-                return f"it changes {key!r} from {before!r} to {now!r}, which a replay would not"
+            if before is not None and (type(before) is not type(after) or before != after):
+                return f"it changes {name!r} from {before!r} to {after!r}, which a replay would not"
         for container, before in zip(self._reach.sizes, self._sizes, strict=True):
             if len(container) != before:
-                kind = type(container).__name__
                 sizes = f"from {before} to {len(container)}"
-                return f"it changes the length of a {kind} {sizes}, which a replay would not"
+                return (
+                    f"it changes the length of a {type(container).__name__} {sizes}, which a replay would not"
+                )
         return ""
 
 

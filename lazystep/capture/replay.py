@@ -7,7 +7,7 @@ that can be read again. What is not explained is a reason not to replay, never a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from ..record.handle import Handle, handle_of_host_tensor
 from ..record.python.tensor import wrap
 from ..step_closures import Added, DeviceContext
 from .places import Place
-from .recorded import RecordedCall, handle_or_none
-from .traced import Expression, Traced, Writer, true_value
+from .recorded import HostState, RecordedCall, handle_or_none
+from .traced import SOURCES, Expression, Traced, Writer, true_value
 
 
 class NotReplayableError(Exception):
@@ -77,22 +77,22 @@ class Replay:
         self._draws = [draw.again for draw in call.draws]
         if len(earlier.draws) != len(call.draws):
             raise NotReplayableError("it draws another number of random tensors in each call")
-        places: dict[int, Place] = {}
+        found: dict[int, Place] = {}
         for place, value in zip(call.reach.tensors, call.before, strict=True):
             if (handle := handle_or_none(value)) is not None:
-                places.setdefault(id(handle), place)
+                found.setdefault(id(handle), place)
         arguments = {id(h): n for n, v in enumerate(call.leaves) if (h := handle_or_none(v)) is not None}
-        drawn = {id(draw.handle): n for n, draw in enumerate(call.draws)}
+        drawn_at = {id(draw.handle): n for n, draw in enumerate(call.draws)}
         # (how, which): read at each replay, in this order.
         self._sources: list[tuple[str, Any]] = []
         pairs = zip(earlier.program.inputs, call.program.inputs, strict=True)
         for position, (before, now) in enumerate(pairs):
             if id(now) in arguments:
                 self._sources.append(("argument", arguments[id(now)]))
-            elif id(now) in drawn and id(now) not in places:
-                self._sources.append(("draw", drawn[id(now)]))
-            elif id(now) in places:
-                self._sources.append(("place", places[id(now)]))
+            elif id(now) in drawn_at and id(now) not in found:
+                self._sources.append(("draw", drawn_at[id(now)]))
+            elif id(now) in found:
+                self._sources.append(("place", found[id(now)]))
             elif before is now:
                 self._sources.append(("handle", now))
             elif position in call.constants and self._is_constant(earlier, call, position):
@@ -102,7 +102,24 @@ class Replay:
                 raise NotReplayableError(
                     f"the tensor used at {where} is another one in each call; make it an argument of the step"
                 )
-        self._storages = self._storage_pattern(call.program.inputs)
+        self._storages = self._storage_pattern(
+            [h for h, (how, _) in zip(call.program.inputs, self._sources, strict=True) if how != "draw"]
+        )
+        sources = list(enumerate(self._sources))
+        places = [(n, which) for n, (how, which) in sources if how == "place"]
+        self._items = [(n, p.container, p.key) for n, p in places if p.kind == "item"]
+        self._slots = [(n, p) for n, p in places if p.kind != "item"]
+        self._constants = [(n, which) for n, (how, which) in sources if how == "handle"]
+        self._arguments = [(n, which) for n, (how, which) in sources if how == "argument"]
+        # In the order in which they were drawn, not in that of the inputs.
+        drawn = sorted((which, n) for n, (how, which) in sources if how == "draw")
+        self._drawn = [(n, self._draws[which]) for which, n in drawn]
+        if len(drawn) != len(self._draws):
+            # Drawn for nothing: the stream has moved on all the same.
+            used = dict(drawn)
+            self._drawn = [(used.get(n, -1), again) for n, again in enumerate(self._draws)]
+        self._last_state: list[Any] = []
+        self._state_storages: set[int] = set()
 
     @staticmethod
     def _is_constant(earlier: RecordedCall, call: RecordedCall, position: int) -> bool:
@@ -214,7 +231,8 @@ class Replay:
         states = {state.name: (state, call.rules[key]) for key, state in call.host_state.items()}
         arrays = {name: f"a{n}" for n, name in enumerate(states)}
         for name, (state, _) in states.items():
-            names[arrays[name]] = state.tensor.numpy()
+            # The quickest way to a single number in a tensor's memory.
+            names[arrays[name]] = memoryview(state.tensor.numpy().reshape(1))
         names |= {"float32": np.float32, "float64": np.float64}
 
         def read(source: Expression) -> str:
@@ -228,15 +246,25 @@ class Replay:
             assert rule is not None
             array = arrays[source]
             if rule[0] == "same":
-                return f"float({array})"
+                return f"{array}[0]"
             if rule[0] == "next":
-                return f"float({array}) + 1.0"
+                return f"{array}[0] + 1.0"
             kind = str(state.tensor.dtype).removeprefix("torch.")
-            return f"float({kind}({array}) * {kind}({writer.emit(rule[1])}))"
+            factor = writer.emit(_rename(rule[1], stands_for, memo))
+            return f"float({kind}({array}[0]) * {kind}({factor}))"
 
         writer = Writer(read, names)
+        merged = _merge_counters(states)
+        for first, others in merged.items():
+            # One count stands for all that move together, as long as they do.
+            names_of = [arrays[name] for name in (first, *others)]
+            writer.line(f"counts = [a[0] for a in ({', '.join(names_of)},)]")
+            writer.line(f"if counts.count(counts[0]) != {len(names_of)}: return None")
+        stands_for = {name: first for first, others in merged.items() for name in others}
+        memo: dict[Expression, Expression] = {}
         for (symbol, left, right), expected in call.trace.guards.items():
-            writer.guard(symbol, left, right, expected)
+            writer.guard(symbol, _rename(left, stands_for, memo), _rename(right, stands_for, memo), expected)
+        self._expressions = [_rename(e, stands_for, memo) for e in self._expressions]
         counters = []
         epilogue = []
         for name, (_, rule) in states.items():
@@ -244,17 +272,18 @@ class Replay:
             if rule[0] == "next":
                 counters.append(arrays[name])
             elif rule[0] == "scale":
-                epilogue.append(f"{arrays[name]}[()] = {writer.emit(name)}")
+                epilogue.append(f"{arrays[name]}[0] = {writer.emit(name)}")
         if counters:
-            epilogue.append(f"for a in ({', '.join(counters)},): a += 1")
+            epilogue.append(f"for a in ({', '.join(counters)},): a[0] += 1.0")
+        self._host_state = [names[array] for array in arrays.values()]
         return writer.finish(self._expressions, epilogue)
 
     def predict(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The scalars that a replay would have, without moving anything on."""
-        counts = [(a, a.copy()) for a in self._evaluate.__globals__.values() if isinstance(a, np.ndarray)]
+        before = [number[0] for number in self._host_state]
         numbers = self._evaluate(leaves)
-        for array, before in counts:
-            array[()] = before
+        for number, value in zip(self._host_state, before, strict=True):
+            number[0] = value
         return None if numbers is None else numbers[: len(self._program.scalars)]
 
     # -- running ---------------------------------------------------------------------------------------
@@ -267,8 +296,10 @@ class Replay:
         numbers = self._evaluate(leaves)
         if numbers is None:
             return False, None
-        for position, again in self._pending_draws:
-            handles[position] = handle_of_host_tensor(again())
+        for position, again in self._drawn:
+            tensor = again()
+            if position >= 0:
+                handles[position] = handle_of_host_tensor(tensor)
         self.num_runs += 1
         made = _Context(leaves, numbers, [])
 
@@ -286,33 +317,58 @@ class Replay:
         return True, result
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
-        handles: list[Any] = []
-        pending: list[tuple[int, Callable[[], torch.Tensor]]] = []
-        for (how, which), type_ in zip(self._sources, self._types, strict=True):
-            if how == "place":
-                handle = handle_or_none(which.get())
-            elif how == "argument":
-                handle = leaves[which]._handle
-            elif how == "handle":
-                handle = which
-            else:
-                # Drawn only when everything else fits: the stream moves on with the step, not before.
-                pending.append((len(handles), self._draws[which]))
-                handles.append(None)
-                continue
-            if handle is None or handle.type is not type_:
+        """The handles of all inputs, draws left out; None if they are not of the captured types."""
+        handles: list[Any] = [None] * len(self._types)
+        try:
+            for position, container, key in self._items:
+                handles[position] = container[key]._handle
+            for position, place in self._slots:
+                handles[position] = place.get()._handle
+        except (AttributeError, KeyError, IndexError):
+            return None  # a place that holds no lazy tensor any more
+        for position, handle in self._constants:
+            handles[position] = handle
+        is_same_state = handles == self._last_state
+        self._last_state = list(handles)
+        for position, number in self._arguments:
+            handles[position] = leaves[number]._handle
+        if not (is_same_state and self._arguments_are_apart(handles)):
+            types = zip(handles, self._types, strict=True)
+            if any(handle is not None and handle.type is not type_ for handle, type_ in types):
                 return None
-            if handle.storage.error is not None:
-                raise handle.storage.error
-            handles.append(handle)
-        if self._storage_pattern([h for h in handles if h is not None]) != self._pattern_without_draws():
-            return None
-        # In the order in which they were drawn, not in that of the inputs.
-        self._pending_draws = sorted(pending, key=lambda one: self._draws.index(one[1]))
+            if self._storage_pattern([h for h in handles if h is not None]) != self._storages:
+                return None
+            self._state_storages = {id(h.storage) for h in self._last_state if h is not None}
         return handles
 
-    def _pattern_without_draws(self) -> list[int]:
-        return self._storages
+    def _arguments_are_apart(self, handles: list[Any]) -> bool:
+        """Whether every argument has memory of its own, as is usual: nothing else to compare then.
+
+        Types of arguments are part of what selects the replay.
+        """
+        storages = [id(handles[position].storage) for position, _ in self._arguments]
+        is_apart = len(set(storages)) == len(storages) and self._state_storages.isdisjoint(storages)
+        return is_apart and not self._storages
+
+
+def _merge_counters(states: Mapping[Any, tuple[HostState, Any]]) -> dict[Any, list[Any]]:
+    """Step counts that were equal: the first one, and those it stands for."""
+    groups: dict[Any, list[Any]] = {}
+    for name, (state, rule) in states.items():
+        if rule[0] == "next":
+            groups.setdefault((state.before, state.tensor.dtype), []).append(name)
+    return {names[0]: names[1:] for names in groups.values() if len(names) > 1}
+
+
+def _rename(expression: Expression, names: Mapping[Any, Any], memo: dict[Any, Any]) -> Expression:
+    if not isinstance(expression, tuple):
+        return expression
+    if expression not in memo:
+        if expression[0] in SOURCES:
+            memo[expression] = names.get(expression, expression)
+        else:
+            memo[expression] = (expression[0], *(_rename(e, names, memo) for e in expression[1:]))
+    return memo[expression]
 
 
 def _same(a: Any, b: Any) -> bool:
