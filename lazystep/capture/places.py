@@ -8,7 +8,7 @@ and a hidden state that is rebound in each step goes on from step to step.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,11 @@ class Place(NamedTuple):
 class Reach:
     """Everything that a function can reach: places with tensors, simple values, modules, optimizers."""
 
-    def __init__(self, function: Callable[..., Any], roots: Sequence[Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], roots: Sequence[Any], closures: Collection[types.CodeType] = ()
+    ) -> None:
+        """`closures`: functions that run after the step, whose own state is not the step's."""
+        self._closures = closures
         self.tensors: list[Place] = []
         self.simple: list[Place] = []
         self.sizes: list[Any] = []  # lists, dicts and sets: whether they grow
@@ -79,7 +83,7 @@ class Reach:
     def _walk_function(self, function: Any) -> None:
         function = getattr(function, "__wrapped__", function)
         code = getattr(function, "__code__", None)
-        if code is None or self._is_seen(function):
+        if code is None or code in self._closures or self._is_seen(code):
             return
         for cell in function.__closure__ or ():
             self._slot(Place(cell, None, "cell"))
@@ -105,7 +109,7 @@ class Reach:
             self._walk_function(value.__func__)
             self._walk(value.__self__)
         elif isinstance(value, types.FunctionType):
-            if not value.__module__.startswith(("torch.", "lazystep.")):
+            if not (value.__module__ or "").startswith(("torch.", "lazystep.")):
                 self._walk_function(value)
         elif isinstance(value, nn.Module):
             self._walk_module(value)

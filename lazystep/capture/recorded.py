@@ -13,6 +13,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class RecordedCall:
         leaves: list[Any],
         spec: pytree.TreeSpec,
         context: DeviceContext,
+        met: weakref.WeakSet[torch.optim.Optimizer],
+        closures: set[CodeType],
     ) -> None:
         self.reason = ""
         self.leaves = leaves
@@ -96,8 +99,12 @@ class RecordedCall:
         self._context = context
         roots = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str))]
         self._roots = [owner, *roots]
-        self.is_settling = False
-        self.reach = Reach(function, self._roots)
+        self._closures = closures
+        self.reach = Reach(function, self._roots, closures)
+        # An optimizer that makes its state in this call may put numbers into it: not traced ones.
+        self._traced_optimizers = [o in met or bool(o.state) for o in self.reach.optimizers]
+        self.is_settling = not all(self._traced_optimizers)
+        met.update(self.reach.optimizers)
         self.host_state = self._find_host_state()
         self.before = [place.get() for place in self.reach.tensors]
         self._handles_before = {id(h): h for v in self.before if (h := handle_or_none(v)) is not None}
@@ -134,6 +141,8 @@ class RecordedCall:
         finally:
             runtime.on_cut = None
             recorder.draws = context.log = None
+            functions = [added.function for added in self.added]
+            self._closures |= {f.__code__ for f in functions if hasattr(f, "__code__")}
         self._find_lost_outputs()
 
     def _on_cut(self, cut: CutProgram) -> None:
@@ -171,7 +180,9 @@ class RecordedCall:
         """Hyperparameters of every optimizer in reach are traced numbers for the time of the call."""
         injected = []
         for number, optimizer in enumerate(self.reach.optimizers):
-            for position, group in enumerate(optimizer.param_groups):
+            for position, group in enumerate(
+                optimizer.param_groups if self._traced_optimizers[number] else ()
+            ):
                 for key, value in list(group.items()):
                     traced = self._trace_hyperparameter(value, number, position, key)
                     if traced is not None:
@@ -264,7 +275,7 @@ class RecordedCall:
         for position, _ in lost:
             self.program.outputs[position] = None
         gc.collect()  # a value in a reference cycle is nobody's
-        now = Reach(self._function, self._roots)
+        now = Reach(self._function, self._roots, self._closures)
         held = {id(h) for place in now.tensors if (h := handle_or_none(place.get())) is not None}
         for position, reference in lost:
             handle = reference()

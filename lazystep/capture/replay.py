@@ -28,6 +28,10 @@ class NotReplayableError(Exception):
     """Two calls do not determine a replay. The message says what is not explained."""
 
 
+class UnsettledError(NotReplayableError):
+    """The two calls are not yet alike: the next one may be."""
+
+
 # What a leaf of a result or of a closure's arguments is made of at a replay.
 Recipe = Callable[["_Context"], Any]
 
@@ -142,6 +146,8 @@ class Replay:
         for slot, ((old_value, old), (value, expression)) in enumerate(pairs):
             if expression is not None and expression == old:
                 self._expressions.append(expression)
+            elif (expression is not None or old is not None) and slot in used:
+                raise UnsettledError("a number was computed in another way")
             elif slot not in used or (type(value) is type(old_value) and _same(value, old_value)):
                 self._expressions.append(value)
             else:
@@ -232,7 +238,7 @@ class Replay:
         arrays = {name: f"a{n}" for n, name in enumerate(states)}
         for name, (state, _) in states.items():
             # The quickest way to a single number in a tensor's memory.
-            names[arrays[name]] = memoryview(state.tensor.numpy().reshape(1))
+            names[arrays[name]] = memoryview(state.tensor.numpy().reshape(1))  # type: ignore[arg-type]
         names |= {"float32": np.float32, "float64": np.float64}
 
         def read(source: Expression) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
+from types import CodeType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -17,7 +19,7 @@ from ..notices import LazyStepWarning, give_notices
 from ..program.difference import first_difference
 from ..step_closures import DeviceContext, get_device_context
 from .recorded import RecordedCall
-from .replay import NotReplayableError, Replay
+from .replay import NotReplayableError, Replay, UnsettledError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +56,8 @@ class Step(Generic[P, R]):
         self._owner: Any = None
         self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}
         self._captures: dict[Hashable, _Captures] = {}
+        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._closures: set[CodeType] = set()
         self._warned: set[str] = set()
         self._reasons: list[str] = []
         self.num_recorded = 0
@@ -127,6 +131,8 @@ class Step(Generic[P, R]):
                 captures.next_audit = _FIRST_AUDIT
                 metrics.count("captures")
                 self._note(self._why_captured(len(captures.replays)))
+            except UnsettledError:
+                pass
             except NotReplayableError as error:
                 self._fall_back(str(error))
         return result
@@ -134,7 +140,7 @@ class Step(Generic[P, R]):
     def _record_once(self, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext) -> RecordedCall:
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
-        return RecordedCall(self._function, self._owner, leaves, spec, context)
+        return RecordedCall(self._function, self._owner, leaves, spec, context, self._met, self._closures)
 
     def _why_captured(self, number: int) -> str:
         if number > 1:
