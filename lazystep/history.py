@@ -11,7 +11,7 @@ from .program.program import Program
 from .tiers import State, TieredExecutable
 
 # A storm: this many new programs among the last so many barriers, after the loop has had time to settle.
-_STORM, _WINDOW, _SETTLED = 16, 32, 64
+_STORM, _WINDOW, _SETTLED = 48, 64, 64
 
 
 class History:

@@ -17,6 +17,8 @@ os.environ["LAZYSTEP_CACHE_DIR"] = _cache.name
 
 import lazystep  # noqa: E402
 from lazystep import config  # noqa: E402
+from lazystep.barrier import runtime  # noqa: E402
+from lazystep.history import History  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,7 @@ def clean_device() -> Iterator[None]:
     config.settings.verify_programs = True
     torch.manual_seed(0)
     lazystep.metrics.reset()
+    runtime.history = History()
     yield
     # A test that expects a background failure has to take it: none may leak into the next one.
     lazystep.mark_step(wait=True)

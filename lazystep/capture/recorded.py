@@ -362,6 +362,23 @@ class Guards:
         except (KeyError, IndexError):
             return False
 
+    def difference(self, other: Guards) -> str:
+        """What was different when another call began; empty if nothing was."""
+        if len(self._slots) != len(other._slots) or len(self._cells) != len(other._cells):
+            return "what it can reach"
+        names = [key for _, key in self._slots] + ["a variable"] * len(self._cells)
+        for name, mine, others in zip(names, self._simple, other._simple, strict=True):
+            if type(mine) is not type(others) or mine != others:
+                return f"{name!r}, from {others!r} to {mine!r},"
+        same_objects = len(self._objects) == len(other._objects) and all(
+            map(operator.is_, self._objects, other._objects)
+        )
+        if not same_objects:
+            return "its modules, parameters or optimizer state"
+        if self._flags != other._flags:
+            return "requires_grad, gradients or hooks"
+        return "an optimizer's options" if self._groups != other._groups else ""
+
     def find_side_effect(self) -> str:
         """A number or container that the call itself has changed: a replay would leave it as it is."""
         names = [key for _, key in self._slots] + ["a variable"] * len(self._cells)

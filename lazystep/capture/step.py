@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
@@ -26,6 +27,8 @@ R = TypeVar("R")
 
 _FIRST_AUDIT = 64
 _AUDIT_GROWTH = 4
+_MAX_CHANGES = 12
+_MAX_STATES = 4
 
 
 class CaptureError(LazyStepError):
@@ -36,10 +39,25 @@ class _Captures:
     """The calls of one kind: same structure, types and plain values of the arguments."""
 
     def __init__(self) -> None:
-        self.last: RecordedCall | None = None
+        # The last calls, each begun in another state: gradient accumulation alternates between two.
+        self.recent: list[RecordedCall] = []
         self.replays: list[Replay] = []
         self.next_audit = _FIRST_AUDIT
         self.has_recorded = False
+        self.num_changed = 0  # recordings in a row that began in a state of their own
+
+    def remember(self, call: RecordedCall) -> tuple[RecordedCall | None, str]:
+        """Keep a call. Returns the last one that began in the same state; else what was different."""
+        changed = ""
+        for position, earlier in enumerate(self.recent):
+            difference = call.guards.difference(earlier.guards)
+            if not difference:
+                self.recent[position] = call
+                return earlier, ""
+            changed = changed or difference
+        self.recent.insert(0, call)
+        del self.recent[_MAX_STATES:]
+        return None, changed
 
 
 class Step(Generic[P, R]):
@@ -110,16 +128,22 @@ class Step(Generic[P, R]):
         self, captures: _Captures, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext
     ) -> R:
         call = self._record_once(leaves, spec, context)
-        earlier, captures.last = captures.last, call
         result: R = call.result
         call.drop_tensors()
         if call.reason:
-            captures.last = None
+            captures.recent.clear()
             if captures.has_recorded:
                 self._fall_back(call.reason)
             # A first call may fill caches and make state; what the second one still does, it always does.
             captures.has_recorded = True
+            return result
+        earlier, changed = captures.remember(call)
+        if changed:
+            captures.num_changed += 1
+            if captures.num_changed == _MAX_CHANGES:
+                self._fall_back(f"{changed} changes between calls; make it an argument of the step")
         elif earlier is not None and _agree(earlier, call):
+            captures.num_changed = 0
             if sum(len(c.replays) for c in self._captures.values()) >= self._max_captures:
                 self._fall_back(
                     f"it has {self._max_captures} captures already (max_captures); other shapes, values and "
@@ -154,8 +178,10 @@ class Step(Generic[P, R]):
         metrics.count("captures_refused")
         if self._fullgraph:
             raise CaptureError(message)
-        if reason not in self._warned:
-            self._warned.add(reason)
+        # Numbers differ from call to call; the reason is the same.
+        kind = re.sub(r"-?\d[\d.e+-]*", "#", reason)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, LazyStepWarning, stacklevel=4)
 
     def _note(self, text: str) -> None:
@@ -187,7 +213,7 @@ class Step(Generic[P, R]):
         difference = _audit_difference(replay, call, predicted)
         if difference:
             captures.replays.remove(replay)
-            captures.last = None
+            captures.recent.clear()
             metrics.count("captures_outdated")
             name = getattr(self._function, "__qualname__", repr(self._function))
             message = (

@@ -143,7 +143,7 @@ class Cut:
 
 
 class Draw(NamedTuple):
-    """Random numbers that were drawn on the host: the value they became, and how to draw them again."""
+    """Random numbers or fresh memory from the host: the value they became, and how to get them again."""
 
     handle: Handle
     again: Callable[[], torch.Tensor]
@@ -164,7 +164,8 @@ class Recorder:
         # Weak: the program cache decides how long a recording is known.
         self._known: weakref.WeakValueDictionary[tuple[Entry, ...], KnownRecording]
         self._known = weakref.WeakValueDictionary()
-        # While a step is captured: the random numbers it drew, in order, and how to draw them again.
+        # While a step is captured: the random numbers that it drew and the memory that it asked for, in
+        # order, and how to get them again.
         self.draws: list[Draw] | None = None
         self.synchronize: Callable[[Sequence[Handle]], None] = _not_wired
         self.synchronize_all: Callable[[], None] = _not_wired

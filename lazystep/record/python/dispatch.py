@@ -523,7 +523,8 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with eager_dispatch():
         handle = handle_of_host_tensor(out)
         handle.pristine = out.layout is torch.strided
-        return wrap(handle)
+    _log_draw(handle, torch.empty_like, (wrap(handle),), {})
+    return wrap(handle)
 
 
 @handles(_aten.copy_.default)
@@ -540,6 +541,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             assert handle.tensor is not None
             with serial_dispatch():
                 handle.tensor.copy_(source)
+            if _recorder.draws is not None:  # not fresh memory any more, but the host's values
+                _recorder.draws[:] = [d for d in _recorder.draws if d.handle is not handle]
             return target
         source = from_host(source)
     if handle.storage.error is not None and _covers_storage(handle):
