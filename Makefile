@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench conformance-native format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/byte_gpt.py
@@ -22,6 +22,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.recording
 	$(BIN)/python -m benchmarks.closures
 	$(BIN)/python -m benchmarks.overlap
+
+# Every operator of torch's database as a native library of its own: an hour and more.
+conformance-native: $(STAMP)
+	LAZYSTEP_NATIVE_OPS=all $(BIN)/python -m pytest -n 2 tests/conformance/test_native.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

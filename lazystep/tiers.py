@@ -26,6 +26,7 @@ from .compile.cache import Library
 from .compile.scalars import fixed_slots
 from .config import settings
 from .execute.compare import Results, describe, differences, perturb
+from .execute.executable import InstructionError
 from .execute.native import NativeExecutable, UnfitError, load
 from .execute.reference import ReferenceExecutable
 from .notices import notice
@@ -201,8 +202,13 @@ class TieredExecutable:
         before = copy_written(program, inputs, written)
         copies = copy_written(program, inputs, written)
         state = list(inputs)
-        actual = self._labelled(copies, loaded.native.run(list(copies), scalars), written)
         metrics.count("native_checks")
+        try:
+            actual = self._labelled(copies, loaded.native.run(list(copies), scalars), written)
+        except InstructionError as error:
+            # On copies: nothing is lost. If memory has run out, the reference will say so itself.
+            self._discard(loaded, "failed", f"its library failed: {error.__cause__}")
+            return self._reference.run(inputs, scalars)
         outputs = self._reference.run(inputs, scalars)
         expected = self._labelled(state, outputs, written)
 

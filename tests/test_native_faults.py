@@ -22,6 +22,7 @@ import torch
 
 import lazystep
 from lazystep import config, metrics, notices
+from lazystep import tiers as tiers_module
 from lazystep.barrier import runtime
 from lazystep.compile import builder as builder_module
 from lazystep.compile import cache as cache_module
@@ -474,6 +475,22 @@ def test_library_that_disagrees_is_never_used() -> None:
     assert got.tolist() == ((X * X).mean(1) + 2).tolist()
     assert count("native_mismatches") == 1
     assert "disagreed with the reference" in lazystep.debug.explain()
+
+
+def test_library_that_fails_at_its_first_run_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setattr(tiers_module, "load", lambda path: fail)
+    total = torch.zeros(3).to("lazy")
+    for number in range(6):
+        total.add_(2.0)
+        lazystep.mark_step()
+        if number == 3:
+            assert lazystep.wait_for_compile(300)
+    assert total.tolist() == [12.0] * 3
+    assert count("programs_on_reference:failed") == 1
+    assert "a kernel is missing" in lazystep.debug.explain()
 
 
 def test_rounding_that_an_optimizer_blows_up_is_no_disagreement() -> None:

@@ -26,7 +26,7 @@ import platformdirs
 
 from ..config import settings
 
-LIBRARY = "step.so"
+LIBRARY, PROXY_NODES = "step.so", "step.json"
 _MANIFEST = "manifest.json"
 # What is learned of a library later, a file each: it agreed with the reference; its best thread count.
 _CHECKED, _THREADS = "checked", "threads"
@@ -109,7 +109,7 @@ class LibraryCache:
     def publish(self, key: str, built: Path, manifest: Mapping[str, Any]) -> Library:
         """Make what lies in `built` the entry of `key`, in one piece, and evict what is too much."""
         try:
-            names = [name for name in (LIBRARY, "step.json") if (built / name).exists()]
+            names = [name for name in (LIBRARY, PROXY_NODES) if (built / name).exists()]
             keep = self.temporary_directory()
             for name in names:
                 os.replace(built / name, keep / name)

@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from .cache import LIBRARY
+from .cache import LIBRARY, PROXY_NODES
 
 _PR_SET_PDEATHSIG = 1
 
@@ -80,11 +80,15 @@ def _number(text: str) -> Any:
 
 
 def _proxy_ops(directory: Path) -> list[str]:
-    """Ops without a C entry, which the library runs through torch's dispatcher."""
-    nodes = directory / "step.json"
-    if not nodes.exists():
+    """Ops without a C entry, which the library runs through torch's dispatcher.
+
+    Their list has to lie beside the library, under its name; without it the library loads and then fails.
+    """
+    found = list(directory.glob("*.wrapper.json"))
+    if not found:
         return []
-    return [node["target"] for node in json.loads(nodes.read_text())["nodes"]]
+    nodes = found[0].rename(directory / PROXY_NODES)
+    return [node["node"]["target"] for node in json.loads(nodes.read_text())["nodes"]]
 
 
 def _kind_of(error: BaseException) -> str:
