@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JAX_VENV := .venv-jax
 STAMP := $(VENV)/installed
 
-.PHONY: demo test check bench conformance-native format clean
+.PHONY: demo test check bench bench-peers conformance-native format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/byte_gpt.py
@@ -22,6 +23,15 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.recording
 	$(BIN)/python -m benchmarks.closures
 	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.steps
+
+# Optional: what `bench` compares with beyond torch. An environment of its own, so that JAX's numpy is no matter of ours.
+bench-peers: $(JAX_VENV)/installed
+
+$(JAX_VENV)/installed:
+	$(PYTHON) -m venv $(JAX_VENV)
+	$(JAX_VENV)/bin/python -m pip install --quiet jax jaxlib numpy
+	touch $@
 
 # Every operator of torch's database as a native library of its own: an hour and more.
 conformance-native: $(STAMP)
@@ -38,4 +48,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(JAX_VENV) build *.egg-info

@@ -25,13 +25,12 @@ import select
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 Turn = Callable[[], Mapping[str, float]]
 
@@ -125,17 +124,34 @@ class Peer:
     """A variant that runs in its own process: `python -m <module> --peer <name>`, see `serve`.
 
     A process that was lost is started anew by the next request, so that one failure stays one. `prefix`
-    is a command to run it with (`ip netns exec ...`).
+    is a command to run it with (`ip netns exec ...`), `python` the interpreter of another environment,
+    `environ` what is added to ours.
     """
 
-    def __init__(self, module: str, name: str, timeout: float, prefix: Sequence[str] = ()) -> None:
-        self._command = [*prefix, sys.executable, "-m", module, "--peer", name]
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        timeout: float,
+        prefix: Sequence[str] = (),
+        python: str = sys.executable,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._command = [*prefix, python, "-m", module, "--peer", name]
         self._timeout = timeout
+        self._environ = {**os.environ, **(environ or {})}
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        return subprocess.Popen(
+            self._command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=self._environ,
+        )
 
     def ask(self, **request: Any) -> Mapping[str, float]:
         """Have the peer do one piece of work. Raises `PeerError` if it fails, dies or takes too long."""
@@ -193,6 +209,27 @@ def serve(work: Callable[..., Mapping[str, float]]) -> None:
         print(json.dumps(answer), flush=True)
 
 
+@contextlib.contextmanager
+def spinning(is_on: bool) -> Iterator[None]:
+    """Have a thread compute in Python meanwhile: it wants a core and, all the time, the interpreter lock."""
+    is_over = threading.Event()
+
+    def spin() -> None:
+        number = 0
+        while not is_over.is_set():
+            number += 1
+
+    thread = threading.Thread(target=spin, daemon=True)
+    if is_on:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if is_on:
+            thread.join()
+
+
 # -- reports -----------------------------------------------------------------------------------
 
 
@@ -220,6 +257,8 @@ def _row(cells: Sequence[str]) -> str:
 
 def machine() -> dict[str, str]:
     """What a reader needs to judge the numbers: processor, threads, versions."""
+    import torch  # here, since a peer that serves another framework has none
+
     return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "torch threads": str(torch.get_num_threads()),

@@ -1,0 +1,288 @@
+"""What `steps` makes of its measurements: the tables, and which goals were met.
+
+Nothing is run here. Names of numbers: a variant's own name is its seconds a step; `<variant>, busy` the
+same beside a spinning thread; `<variant>, native` the part of its steps that ran natively; all others
+(`first step, <variant>`, `until native`, `warm start`, ...) are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .timing import Measurements, Table
+
+EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP = (
+    "eager",
+    "eager, fused",
+    "torch.compile(model)",
+    "torch.compile(step)",
+)
+TORCH_LAZY, JAX, LOOP, STEP = "torch._lazy", "JAX jit", "lazystep loop", "lazystep step"
+VARIANTS = (EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP, TORCH_LAZY, JAX, LOOP, STEP)
+# Whose first step is reported; the rest start as one of these does.
+FIRST_STEPS = (EAGER, COMPILED_MODEL, JAX, LOOP)
+# Measured beside a thread that spins in Python.
+BUSY = (EAGER, COMPILED_MODEL, JAX, LOOP, STEP)
+WHILE_BUILDING, WITHOUT_BUILD = "while building", "without a build"
+REPLAY_CALL = "replay call"
+# Above this part of the processor's time, a verdict says little.
+MAX_OTHERS = 0.1
+OTHERS = "processor time taken by others"
+
+
+class Outcome(NamedTuple):
+    """All that was measured of one model: in rounds, once, and in rounds beside a spinning thread."""
+
+    steps: Measurements
+    once: Measurements
+    busy: Measurements
+
+    def median(self, name: str) -> float | None:
+        """The median of one number, of whichever measurement; None if there is none."""
+        for measured in self:
+            if name in measured.samples and name not in measured.failures:
+                return measured.spread(name).median
+        return None
+
+    def rate(self, variant: str, baseline: str = EAGER) -> float | None:
+        """How many times as fast as the baseline, by round; None if one of them failed."""
+        if not {variant, baseline} <= self.steps.samples.keys() - self.steps.failures.keys():
+            return None
+        return self.steps.speedup(variant, baseline).median
+
+
+Outcomes = Mapping[str, Outcome]
+
+
+def geometric_mean(rates: Sequence[float]) -> float:
+    """The mean of ratios."""
+    return math.exp(statistics.fmean(map(math.log, rates)))
+
+
+# -- goals -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a number, which has to hold for each model or for a mean over them.
+
+    `measure` gives the numbers by what they are of; None is a number that is missing.
+    """
+
+    text: str
+    measure: Callable[[Outcomes], Mapping[str, float | None]]
+    at_least: float | None = None
+    at_most: float | None = None
+    unit: str = ""
+    scale: float = 1.0
+
+    def judge(self, outcomes: Outcomes) -> tuple[str, str]:
+        """`met`, `missed` or `not measured`, and the numbers that it follows from.
+
+        One number that is out of bounds is enough to miss; a missing one leaves the goal open otherwise.
+        """
+        numbers = self.measure(outcomes)
+        cells = (f"{name} {self._format(number)}" for name, number in numbers.items())
+        found = [number for number in numbers.values() if number is not None]
+        if not all(map(self._holds, found)):
+            verdict = "missed"
+        elif not found or len(found) < len(numbers):
+            verdict = "not measured"
+        else:
+            verdict = "met"
+        return verdict, ", ".join(cells) or "-"
+
+    def _holds(self, number: float) -> bool:
+        is_enough = self.at_least is None or number >= self.at_least
+        return is_enough and (self.at_most is None or number <= self.at_most)
+
+    def _format(self, number: float | None) -> str:
+        return "missing" if number is None else f"{number * self.scale:.3g}{self.unit}"
+
+
+def _mean_rate(variant: str) -> Callable[[Outcomes], Mapping[str, float | None]]:
+    def measure(outcomes: Outcomes) -> Mapping[str, float | None]:
+        rates = [outcome.rate(variant) for outcome in outcomes.values()]
+        found = [rate for rate in rates if rate is not None]
+        return {"mean": geometric_mean(found) if found and len(found) == len(rates) else None}
+
+    return measure
+
+
+def _rates(variant: str, baselines: Sequence[str]) -> Callable[[Outcomes], Mapping[str, float | None]]:
+    """Against the fastest of the baselines that could be measured."""
+
+    def measure(outcomes: Outcomes) -> Mapping[str, float | None]:
+        numbers: dict[str, float | None] = {}
+        for model, outcome in outcomes.items():
+            rates = [outcome.rate(variant, baseline) for baseline in baselines]
+            numbers[model] = min((rate for rate in rates if rate is not None), default=None)
+        return numbers
+
+    return measure
+
+
+def _medians(name: str, less: str = "", only: str = "") -> Callable[[Outcomes], Mapping[str, float | None]]:
+    def measure(outcomes: Outcomes) -> Mapping[str, float | None]:
+        numbers: dict[str, float | None] = {}
+        for model, outcome in outcomes.items():
+            if only in ("", model):
+                number, base = outcome.median(name), outcome.median(less) if less else 0.0
+                numbers[model] = None if number is None or base is None else number - base
+        return numbers or {only: None}
+
+    return measure
+
+
+_AHEAD = 1.0
+# An audit of a captured step may need a library that no other step has.
+_NATIVE = 0.99
+
+
+def _goals() -> list[Goal]:
+    goals = []
+    for variant, mean, each in ((LOOP, 1.5, 1.1), (STEP, 1.8, 1.15)):
+        native = f"{variant}: all measured steps ran natively"
+        goals += [
+            Goal(native, _medians(f"{variant}, native"), at_least=_NATIVE),
+            Goal(f"{variant}: {mean} times eager's rate, geometric mean", _mean_rate(variant), at_least=mean),
+            Goal(f"{variant}: {each} times eager's rate on each", _rates(variant, [EAGER]), at_least=each),
+            Goal(
+                f"{variant}: ahead of the best torch.compile on each",
+                _rates(variant, [COMPILED_MODEL, COMPILED_STEP]),
+                at_least=_AHEAD,
+            ),
+            Goal(f"{variant}: ahead of JAX on each", _rates(variant, [JAX]), at_least=_AHEAD),
+        ]
+    first = _medians(f"first step, {LOOP}", less=f"first step, {EAGER}")
+    goals += [
+        Goal("first step: 0.3 s after eager's at most", first, at_most=0.3, unit=" s"),
+        Goal(
+            "warm start: native 1 s after the first barrier", _medians("warm start"), at_most=1.0, unit=" s"
+        ),
+        Goal(
+            "replay call of the small GPT: 100 µs of the training thread at most",
+            _medians(REPLAY_CALL, only="gpt"),
+            at_most=100e-6,
+            unit=" µs",
+            scale=1e6,
+        ),
+    ]
+    return goals
+
+
+GOALS = _goals()
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def steps_table(outcomes: Outcomes) -> Table:
+    rows = []
+    for model, (steps, _, _) in outcomes.items():
+        cells = [steps.failures.get(name) or steps.spread(name).format(1e3) for name in VARIANTS]
+        rows.append([model, *cells, f"{steps.others:.0%}"])
+    note = "ms a step: host-side sampling, forward, backward, AdamW; a turn ends when its last step has run."
+    return Table("Training steps", ["model", *VARIANTS, OTHERS], rows, note)
+
+
+def rates_table(outcomes: Outcomes) -> Table:
+    rows = []
+    for model, outcome in outcomes.items():
+        steps = outcome.steps
+        rows.append(
+            [model]
+            + [
+                "-" if outcome.rate(name) is None else steps.speedup(name, EAGER).format()
+                for name in VARIANTS
+            ]
+        )
+    means = []
+    for name in VARIANTS:
+        rates = [rate for outcome in outcomes.values() if (rate := outcome.rate(name)) is not None]
+        of = "" if len(rates) == len(outcomes) else f" of {len(rates)}"
+        means.append(f"{geometric_mean(rates):.2f}{of}" if rates else "-")
+    rows.append(["geometric mean", *means])
+    return Table("Rate, eager = 1", ["model", *VARIANTS], rows, "Taken within each round.")
+
+
+def starts_table(outcomes: Outcomes) -> Table:
+    def cell(once: Measurements, name: str, digits: int = 2) -> str:
+        if name in once.failures or name not in once.samples:
+            return once.failures.get(name, "-")
+        return f"{once.spread(name).median:.{digits}f}"
+
+    firsts = [f"first step, {name}" for name in FIRST_STEPS]
+    names = [*firsts, "until native", "warm start"]
+    rows = [[model, *(cell(o.once, name) for name in names)] for model, o in outcomes.items()]
+    note = (
+        "Seconds, measured once. First step: everything imported, the model made, until its loss is known. "
+        "Until native: from the first barrier to the first native execution while the loop goes on training; "
+        "warm start: the same in a second process, the library on disk."
+    )
+    return Table("Starting", ["model", *names], rows, note)
+
+
+def building_table(outcomes: Outcomes) -> Table:
+    rows = []
+    for model, outcome in outcomes.items():
+        row = [model]
+        for part in ("median", "95 %"):
+            for phase in (WITHOUT_BUILD, WHILE_BUILDING):
+                number = outcome.median(f"{part} {phase}")
+                row.append("-" if number is None else f"{number * 1e3:.2f}")
+        rows.append(row)
+    columns = [
+        "model",
+        *(f"{part} {phase}" for part in ("median", "95 %") for phase in (WITHOUT_BUILD, WHILE_BUILDING)),
+    ]
+    note = "ms a step of the plain loop on the reference executable: what a build in the background costs."
+    return Table("Steps while a library is built", columns, rows, note)
+
+
+def busy_table(outcomes: Outcomes) -> Table:
+    rows = []
+    for model, (_, _, busy) in outcomes.items():
+        row = [model]
+        for name in BUSY:
+            pair = {name, f"{name}, busy"}
+            if pair <= busy.samples.keys() and not pair & busy.failures.keys():
+                row.append(busy.speedup(f"{name}, busy", name).format())
+            else:
+                row.append("-")
+        rows.append([*row, f"{busy.others:.0%}"])
+    note = "Rate beside one thread that spins in Python, without it = 1. The thread takes one core as well."
+    return Table("A busy Python thread", ["model", *BUSY, OTHERS], rows, note)
+
+
+def calls_table(outcomes: Outcomes) -> Table:
+    rows = []
+    for model, (_, once, _) in outcomes.items():
+        is_there = REPLAY_CALL in once.samples
+        cell = once.spread(REPLAY_CALL).format(1e6, 0) if is_there else once.failures.get(REPLAY_CALL, "-")
+        rows.append([model, cell])
+    note = (
+        "µs of the training thread, with CPU tensors as arguments and places free among the steps in flight."
+    )
+    return Table("One replay call of `@lazystep.step`", ["model", "replay call"], rows, note)
+
+
+def goals_table(outcomes: Outcomes) -> Table:
+    rows = []
+    for goal in GOALS:
+        verdict, numbers = goal.judge(outcomes)
+        rows.append([goal.text, verdict, numbers])
+    others = max((max(o.steps.others, o.busy.others) for o in outcomes.values()), default=0.0)
+    note = f"By medians. Others used up to {others:.0%} of the processor while steps were measured."
+    if others > MAX_OTHERS:
+        note += " That is too much: these verdicts are about a busy machine."
+    return Table("Goals", ["goal", "verdict", "numbers"], rows, note)
+
+
+def all_tables(outcomes: Outcomes) -> list[Table]:
+    makers = (goals_table, steps_table, rates_table, starts_table, building_table, busy_table, calls_table)
+    return [make(outcomes) for make in makers]

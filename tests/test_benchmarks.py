@@ -1,0 +1,126 @@
+"""The pure parts of the training-step table: verdicts and tables follow from the numbers."""
+
+import math
+
+import pytest
+
+from benchmarks.steps_report import (
+    COMPILED_MODEL,
+    COMPILED_STEP,
+    EAGER,
+    GOALS,
+    JAX,
+    LOOP,
+    REPLAY_CALL,
+    STEP,
+    TORCH_LAZY,
+    VARIANTS,
+    Goal,
+    Outcome,
+    all_tables,
+    geometric_mean,
+    goals_table,
+    rates_table,
+    steps_table,
+)
+from benchmarks.timing import Measurements
+
+# Seconds a step: every goal is met.
+GOOD = dict(zip(VARIANTS, (10.0, 9.0, 8.0, 7.0, 90.0, 6.0, 5.0, 4.0), strict=True))
+
+
+def make_outcome(failures=(), others=0.0, **changed):
+    """Two rounds; the second on a machine half as fast, which must not show in ratios."""
+    names = {"jax": JAX, "loop": LOOP, "step": STEP, "compiled": COMPILED_STEP}
+    seconds = GOOD | {names[name]: value for name, value in changed.items()}
+    steps = Measurements({name: [value, 2 * value] for name, value in seconds.items()}, others=others)
+    steps.samples |= {f"{name}, native": [1.0, 1.0] for name in (LOOP, STEP)}
+    for name in failures:
+        steps.failures[name] = f"{name} broke"
+        steps.samples[name] = steps.samples[name][:1]  # it broke in the second round
+    once = Measurements({f"first step, {EAGER}": [0.1], f"first step, {LOOP}": [0.3], "warm start": [0.5]})
+    once.samples |= {"until native": [20.0], REPLAY_CALL: [90e-6]}
+    busy = Measurements({LOOP: [5.0, 5.0], f"{LOOP}, busy": [10.0, 20.0]})
+    return Outcome(steps, once, busy)
+
+
+def verdicts(outcomes):
+    return {goal.text: goal.judge(outcomes)[0] for goal in GOALS}
+
+
+def test_good_numbers_meet_every_goal():
+    assert set(verdicts({"mlp": make_outcome(), "gpt": make_outcome()}).values()) == {"met"}
+
+
+def test_one_slow_model_misses_the_goal_for_each_but_not_the_mean():
+    judged = verdicts({"mlp": make_outcome(loop=9.5), "gpt": make_outcome(loop=2.0)})
+    assert judged[f"{LOOP}: 1.1 times eager's rate on each"] == "missed"
+    assert judged[f"{LOOP}: 1.5 times eager's rate, geometric mean"] == "met"
+    assert judged[f"{LOOP}: ahead of JAX on each"] == "missed"
+
+
+def test_best_compiled_variant_is_the_one_to_beat():
+    judged = verdicts({"gpt": make_outcome(compiled=4.5)})
+    assert GOOD[COMPILED_MODEL] > GOOD[LOOP]
+    assert judged[f"{LOOP}: ahead of the best torch.compile on each"] == "missed"
+    assert judged[f"{STEP}: ahead of the best torch.compile on each"] == "met"
+
+
+def test_a_failed_peer_leaves_its_goal_open():
+    judged = verdicts({"gpt": make_outcome(failures=[JAX])})
+    assert judged[f"{LOOP}: ahead of JAX on each"] == "not measured"
+    assert judged[f"{LOOP}: ahead of the best torch.compile on each"] == "met"
+
+
+def test_a_failed_lazystep_meets_none_of_its_goals():
+    judged = verdicts({"mlp": make_outcome(), "gpt": make_outcome(failures=[LOOP])})
+    rates = [verdict for text, verdict in judged.items() if text.startswith(LOOP) and "rate" in text]
+    assert rates == ["not measured"] * 2
+
+
+def test_steps_off_the_native_tier_miss():
+    outcome = make_outcome()
+    outcome.steps.samples[f"{LOOP}, native"] = [0.5, 0.5]
+    assert verdicts({"gpt": outcome})[f"{LOOP}: all measured steps ran natively"] == "missed"
+
+
+def test_replay_call_is_judged_on_the_gpt_alone():
+    (goal,) = (goal for goal in GOALS if goal.text.startswith("replay call"))
+    slow = make_outcome()
+    slow.once.samples[REPLAY_CALL] = [150e-6]
+    assert goal.judge({"mlp": slow, "gpt": make_outcome()}) == ("met", "gpt 90 µs")
+    assert goal.judge({"gpt": slow}) == ("missed", "gpt 150 µs")
+    assert goal.judge({"mlp": slow}) == ("not measured", "gpt missing")
+
+
+@pytest.mark.parametrize(
+    ("number", "verdict"), [(1.0, "met"), (2.0, "met"), (0.99, "missed"), (2.01, "missed")]
+)
+def test_bounds_are_inclusive(number, verdict):
+    goal = Goal("between", lambda _: {"x": number}, at_least=1.0, at_most=2.0)
+    assert goal.judge({})[0] == verdict
+
+
+def test_a_number_out_of_bounds_misses_whatever_else_is_missing():
+    assert Goal("", lambda _: {"x": 0.5, "y": None}, at_least=1.0).judge({}) == ("missed", "x 0.5, y missing")
+
+
+def test_geometric_mean_of_a_ratio_and_its_inverse_is_one():
+    assert math.isclose(geometric_mean([4.0, 0.25]), 1.0)
+
+
+def test_tables_are_rectangular_and_say_what_failed():
+    outcomes = {"mlp": make_outcome(failures=[TORCH_LAZY]), "gpt": make_outcome()}
+    for table in all_tables(outcomes):
+        assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
+    row = steps_table(outcomes).rows[0]
+    assert row[1 + VARIANTS.index(TORCH_LAZY)] == f"{TORCH_LAZY} broke"
+    rates = rates_table(outcomes)
+    lazy, loop = 1 + VARIANTS.index(TORCH_LAZY), 1 + VARIANTS.index(LOOP)
+    assert [row[lazy] for row in rates.rows] == ["-", "0.11 [0.11, 0.11]", "0.11 of 1"]
+    assert [row[loop] for row in rates.rows] == ["2.00 [2.00, 2.00]"] * 2 + ["2.00"]
+
+
+def test_goals_of_a_busy_machine_are_marked():
+    assert "busy machine" not in goals_table({"gpt": make_outcome()}).note
+    assert "busy machine" in goals_table({"gpt": make_outcome(others=0.5)}).note
