@@ -236,8 +236,8 @@ class Worker:
         """The model, its state, the step. Compiles nothing of the step."""
         parameters, buffers, self.make_batch, loss_fn = MODELS[model]()
         # Two trees of zeros: donated memory must not be shared.
-        moments = [jax.tree_util.tree_map(jnp.zeros_like, parameters) for _ in range(2)]
-        self.state = State(parameters, buffers, *moments, jnp.zeros((), jnp.int32))
+        first, second = (jax.tree_util.tree_map(jnp.zeros_like, parameters) for _ in range(2))
+        self.state = State(parameters, buffers, first, second, jnp.zeros((), jnp.int32))
         self.step = make_step(loss_fn)
         jax.block_until_ready(self.state)
         return {"parameters": sum(p.size for p in jax.tree_util.tree_leaves(parameters))}

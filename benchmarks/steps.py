@@ -53,6 +53,7 @@ from .timing import (
     Peer,
     PeerError,
     Report,
+    Turn,
     interleave,
     machine,
     serve,
@@ -359,7 +360,7 @@ def measure_model(model: str, plan: Plan, directory: Path) -> Outcome:
             **({"until native": failures[LOOP]} if LOOP in failures else {}),
         }
         going = {name: peer for name, peer in systems.items() if name not in failures}
-        turns = {}
+        turns: dict[str, Turn] = {}
         for name, peer in going.items():
             number = NUM_STEPS_TORCH_LAZY if name == TORCH_LAZY else num_steps
             turns[name] = functools.partial(peer.ask, task="turn", num_steps=number)
@@ -369,7 +370,7 @@ def measure_model(model: str, plan: Plan, directory: Path) -> Outcome:
         steps.others = neighbours.share()
         steps.failures |= failures
 
-        busy_turns = {}
+        busy_turns: dict[str, Turn] = {}
         for name in BUSY:
             if name not in steps.failures:
                 ask = functools.partial(systems[name].ask, task="turn", num_steps=max(num_steps // 2, 2))
@@ -392,7 +393,7 @@ def run(models: Sequence[str], plan: Plan) -> Report:
     for model in models:
         with tempfile.TemporaryDirectory(prefix="lazystep-steps-") as directory:
             outcomes[model] = measure_model(model, plan, Path(directory))
-    measurements = {}
+    measurements: dict[str, Measurements] = {}
     for model, (steps, once, busy) in outcomes.items():
         measurements |= {model: steps, f"{model}, once": once, f"{model}, busy": busy}
     return Report("steps", "python -m benchmarks.steps", machine(), all_tables(outcomes), measurements)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from benchmarks import steps
 from benchmarks.steps_report import (
     COMPILED_MODEL,
     COMPILED_STEP,
@@ -124,3 +125,15 @@ def test_tables_are_rectangular_and_say_what_failed():
 def test_goals_of_a_busy_machine_are_marked():
     assert "busy machine" not in goals_table({"gpt": make_outcome()}).note
     assert "busy machine" in goals_table({"gpt": make_outcome(others=0.5)}).note
+
+
+def test_without_its_environment_jax_is_skipped_with_the_way_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(steps, "JAX_PYTHON", tmp_path / "python")
+    variants, missing = steps.available(VARIANTS)
+    assert variants == [name for name in VARIANTS if name != JAX]
+    assert "make bench-peers" in missing[JAX]
+    outcome = make_outcome()
+    outcome.steps.failures |= missing
+    del outcome.steps.samples[JAX]
+    assert missing[JAX] in steps_table({"gpt": outcome}).rows[0]
+    assert verdicts({"gpt": outcome})[f"{STEP}: ahead of JAX on each"] == "not measured"
