@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from .program.program import Program
 from .record import device
 from .record.assemble import assemble
 from .record.handle import Handle, Storage
-from .record.recorder import Cut, KnownRecording, Recorder
+from .record.recorder import Cut, KnownRecording, Written
 from .record.snapshot import preserve_snapshots
 from .record.source import user_line
 from .step_closures import DeviceContext, check_device, get_device_context, report_at_exit
@@ -51,7 +51,7 @@ class Runtime:
     """The lazy device's state: one recorder, one program cache, one executor."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder()
+        self.recorder = device.make_recorder()
         self.programs: ProgramCache[KnownRecording, TieredExecutable] = ProgramCache()
         self.executor = Executor()
         self.tiers = Tiers()
@@ -81,7 +81,7 @@ class Runtime:
             raise device.fork_error()
         while True:
             with self.recorder.lock:
-                if self.executor.has_room() or not self.recorder.recording.entries:
+                if self.executor.has_room() or not self.recorder.num_entries:
                     run = self._cut_and_submit()
                     if context is not None:
                         context.end_step()
@@ -92,52 +92,41 @@ class Runtime:
         cut = self.recorder.cut()
         if cut is None:
             return None
-        recording = cut.recording
-        known = self.recorder.identify(recording)
-        variant = self._find_program(known, cut)
-        self.recorder.guess_next(known)
-        handles = dict(cut.live)
-        outputs = [handles.get(index) for index in variant.outputs]
+        variant = self._find_program(cut)
+        self.recorder.guess_next(cut.known)
+        outputs = cut.cells(variant.outputs)
         if self.on_cut is not None:
-            self.on_cut(CutProgram(known, variant, recording.inputs, recording.scalars, outputs))
+            self.on_cut(CutProgram(cut.known, variant, cut.inputs, cut.scalars, outputs))
         self.num_steps += 1
         self.last_program = variant.executable.program
         run = Run(
             variant.executable,
-            recording.inputs,
-            recording.scalars,
+            cut.inputs,
+            cut.scalars,
             outputs,
             self.num_steps,
-            # By number now: the next recording numbers them anew.
-            _State({s.number: s for s in recording.written}, variant.executable.program),
+            _State(cut.written, variant.executable.program),
         )
-        for _, handle in cut.live:
-            handle.run = run
-        for storage in recording.written:
-            storage.run, storage.writer = run, None
-        for _, handle in cut.live:
-            if handle.storage.writer is recording:
-                handle.storage.run, handle.storage.writer = run, None
         metrics.count("programs_recorded")
-        metrics.count("instructions_recorded", len(recording.entries) - len(recording.inputs))
-        metrics.add_seconds("recording", time.perf_counter() - recording.started)
-        recording.release()
+        metrics.count("instructions_recorded", cut.num_instructions)
+        metrics.add_seconds("recording", time.perf_counter() - cut.started)
+        cut.commit(run)
         release_pool()
         self.executor.submit(run)
         return run
 
-    def _find_program(self, known: KnownRecording, cut: Cut) -> Variant[TieredExecutable]:
-        outputs = tuple(index for index, _ in cut.live)
-        variant = self.programs.find(known, outputs)
+    def _find_program(self, cut: Cut) -> Variant[TieredExecutable]:
+        outputs = cut.outputs
+        variant = self.programs.find(cut.known, outputs)
         if variant is not None:
             metrics.count("cache_hits")
             self.history.repeated()
             return variant
         metrics.count("cache_misses")
-        program = assemble(known.entries, known.sources, outputs)
+        program = assemble(cut.known.entries, cut.known.sources, outputs)
         variant = Variant(outputs, TieredExecutable(program, self.tiers))
         self.history.appeared(variant.executable)
-        self.programs.add(known, variant, settings.program_cache_size)
+        self.programs.add(cut.known, variant, settings.program_cache_size)
         return variant
 
     def replay(
@@ -183,7 +172,7 @@ class Runtime:
         self.num_steps += 1
         self.last_program = program
         written = {number: storages[number] for number in variant.executable.written_storages}
-        run = Run(variant.executable, inputs, scalars, outputs, self.num_steps, _State(written, program))
+        run = Run(variant.executable, inputs, scalars, outputs, self.num_steps, _State(Written(written), program))
         for handle in inputs:
             handle.pristine = False
         for storage in written.values():
@@ -274,8 +263,8 @@ class Runtime:
 class _State:
     """The storages that a run writes: what must be kept of them before, and told of them after a failure."""
 
-    def __init__(self, storages: Mapping[int, Storage], program: Program) -> None:
-        self._storages = storages
+    def __init__(self, written: Written, program: Program) -> None:
+        self._written = written
         self._program = program
 
     def find_error(self, cells: Sequence[Cell]) -> LazyStepError | None:
@@ -284,28 +273,30 @@ class _State:
 
     def before_run(self) -> None:
         """Copy what snapshots still need."""
-        preserve_snapshots(self._storages.values())
+        preserve_snapshots(self._written.with_snapshots())
 
     def on_failure(self, error: LazyStepError, position: int) -> None:
         """Mark what was half updated: written by an instruction that has run or has begun to."""
         for number, first_write in self._program.storage_writes().items():
-            if first_write <= position and number in self._storages:
+            storage = self._written.get(number)
+            if first_write <= position and storage is not None:
                 damage = StepError(
                     f"this tensor was left half updated by a failed step ({error}). "
                     "Overwrite it as a whole (load_state_dict, copy_, zero_) or make it anew before going on."
                 )
                 damage.__cause__ = error
-                self._storages[number].error = damage
+                storage.error = damage
 
 
-def _find_error(cells: Sequence[Cell]) -> LazyStepError | None:
+def _find_error(cells: Sequence[Any]) -> LazyStepError | None:
     """The failure that one of these values inherits."""
-    for cell in cells:
-        assert isinstance(cell, Handle)
-        if cell.storage.error is not None:
-            return cell.storage.error
-        if cell.tensor is None and cell.run is not None and cell.run.error is not None:
-            return cell.run.error
+    # A native recording knows which of its inputs need a look; in the steady state none does.
+    suspects = getattr(cells, "suspects", None)
+    for handle in cells if suspects is None else suspects():
+        if handle.storage.error is not None:
+            return handle.storage.error
+        if handle.tensor is None and handle.run is not None and handle.run.error is not None:
+            return handle.run.error
     return None
 
 
@@ -396,8 +387,8 @@ def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Any] = ()) -> 
 
 def handle_of(tensor: torch.Tensor) -> Handle:
     """The handle of a lazy tensor; `ValueError` for any other."""
-    handle = getattr(tensor, "_handle", None)
-    if not isinstance(handle, Handle):
+    handle = device.find_handle(tensor)
+    if handle is None:
         kind = f"a tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ValueError(f'expected tensors on the lazy device, got {kind}; .to("lazy") moves a tensor there')
     return handle
@@ -410,13 +401,13 @@ def to_cpu(tensors: Any, devices: Any = None) -> Any:
     """
     for name in devices or ():
         check_device(name)
-    lazy = [t for t in pytree.tree_leaves(tensors) if isinstance(getattr(t, "_handle", None), Handle)]
+    lazy = [t for t in pytree.tree_leaves(tensors) if device.is_lazy(t)]
     if lazy:
         metrics.count_synchronization("to_cpu", user_line())
         runtime.synchronize([handle_of(t) for t in lazy])
 
     def move(leaf: Any) -> Any:
-        return leaf.detach().cpu() if isinstance(getattr(leaf, "_handle", None), Handle) else leaf
+        return leaf.detach().cpu() if device.is_lazy(leaf) else leaf
 
     return pytree.tree_map(move, tensors)
 
@@ -427,7 +418,7 @@ def save(tensors: Any, *args: Any, **kwargs: Any) -> None:
     Takes what `torch.save` takes. Tensors that share memory still share it in the file. Synchronizes
     once, for all tensors together.
     """
-    lazy = [t for t in pytree.tree_leaves(tensors) if isinstance(getattr(t, "_handle", None), Handle)]
+    lazy = [t for t in pytree.tree_leaves(tensors) if device.is_lazy(t)]
     if lazy:
         metrics.count_synchronization("save", user_line())
         runtime.synchronize([handle_of(t) for t in lazy])

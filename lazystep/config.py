@@ -59,6 +59,10 @@ def _setting(default: Any, doc: str, parse: Callable[[str], Any], check: Callabl
     return dataclasses.field(default=default, metadata={"doc": doc, "parse": parse, "check": check})
 
 
+# Who is told of a new value: what can't ask for it each time.
+_watchers: dict[str, Callable[[Any], object]] = {}
+
+
 @dataclasses.dataclass
 class Settings:
     """All settings. Each field is read from `LAZYSTEP_<NAME IN CAPITALS>`."""
@@ -68,6 +72,12 @@ class Settings:
     )
     max_instructions: int = _setting(
         20_000, "A recording of this many instructions gets an automatic barrier.", int, _positive
+    )
+    recorder: str = _setting(
+        "auto",
+        "Front end: native (C++), python, or auto: native where it was built. Read at import.",
+        str,
+        _one_of("auto", "native", "python"),
     )
     program_cache_size: int = _setting(
         256, "Programs kept in memory; the least recently used one goes first.", int, _positive
@@ -145,6 +155,8 @@ class Settings:
         except ValueError as error:
             raise ConfigError(f"{name} = {value!r} (variable {variable(name)}): {error}") from None
         super().__setattr__(name, value)
+        if name in _watchers:
+            _watchers[name](value)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -168,6 +180,12 @@ class Settings:
 def variable(name: str) -> str:
     """The environment variable of a setting: `variable("max_in_flight")` is `LAZYSTEP_MAX_IN_FLIGHT`."""
     return _PREFIX + name.upper()
+
+
+def watch(name: str, callback: Callable[[Any], object]) -> None:
+    """Call `callback` with the value of a setting now, and whenever it changes."""
+    _watchers[name] = callback
+    callback(getattr(settings, name))
 
 
 def describe() -> str:

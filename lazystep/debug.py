@@ -20,9 +20,8 @@ def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
     """
     handles = [handle_of(t) for t in tensors]
     with runtime.recorder.lock:
-        recording = runtime.recorder.recording
-        known = runtime.recorder.identify(recording)
-        wanted = [h.index for h in handles if h.recording is recording and h.index in recording.live]
+        known = runtime.recorder.peek()
+        wanted = [i for h in handles if (i := runtime.recorder.index_in_current(h)) >= 0]
         return assemble(known.entries, known.sources, tuple(dict.fromkeys(wanted)))
 
 

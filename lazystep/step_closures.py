@@ -24,6 +24,7 @@ from . import metrics
 from .closure import AsyncClosureHandler, ClosureHandler, WhenFull
 from .config import settings
 from .errors import LazyStepError
+from .record.device import find_handle
 from .record.handle import Handle
 from .record.snapshot import Snapshot
 from .record.source import user_line
@@ -59,16 +60,11 @@ class StepClosure:
     def handles(self) -> list[Handle]:
         """The lazy tensors among the arguments."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [h for leaf in leaves if (h := _handle(leaf)) is not None]
-
-
-def _handle(leaf: Any) -> Handle | None:
-    handle = getattr(leaf, "_handle", None)
-    return handle if isinstance(handle, Handle) else None
+        return [h for leaf in leaves if (h := find_handle(leaf)) is not None]
 
 
 def _freeze(leaf: Any) -> Any:
-    handle = _handle(leaf)
+    handle = find_handle(leaf)
     return leaf if handle is None else Snapshot(handle)
 
 
@@ -283,7 +279,7 @@ def _warn_of_captured_tensors(closure: Callable[..., Any]) -> None:
         return
     for name, cell in zip(code.co_freevars, closure.__closure__ or (), strict=False):
         try:
-            captured = _handle(cell.cell_contents)
+            captured = find_handle(cell.cell_contents)
         except ValueError:  # not bound yet
             continue
         if captured is not None:

@@ -13,6 +13,7 @@ from torch import nn
 import lazystep
 from benchmarks import models
 from lazystep import config, metrics
+from lazystep.record.device import IS_NATIVE as NATIVE
 
 gate = threading.Event()
 entered = threading.Event()
@@ -68,7 +69,7 @@ def test_read_waits_for_its_own_step_only(closed_gate: threading.Event) -> None:
 def test_wait_waits_for_this_step() -> None:
     x = torch.ones(2, device="lazy") + 1
     lazystep.mark_step(wait=True)
-    assert x._handle.tensor is not None
+    assert lazystep.barrier.handle_of(x).tensor is not None
 
 
 def test_steps_in_flight_are_bounded(closed_gate: threading.Event) -> None:
@@ -163,7 +164,7 @@ def test_sync_multi_runs_what_its_tensors_need_and_caches_the_program() -> None:
         base[1:3].add_(1)
         view = base.view(2, 2)
         lazystep.sync_multi([view], ["lazy"])
-        assert view._handle.tensor is not None
+        assert lazystep.barrier.handle_of(view).tensor is not None
     assert view.tolist() == [[0.0, 3.0], [3.0, 0.0]]
     assert count("cache_misses") <= 2
     assert count("programs_executed") == 3
@@ -305,11 +306,18 @@ def test_barrier_does_no_work_per_instruction_in_the_steady_state(monkeypatch: p
     calls: list[str] = []
     recorder = lazystep.barrier.runtime.recorder
     monkeypatch.setattr(lazystep.barrier, "assemble", lambda *a: calls.append("assemble"))
-    monkeypatch.setattr(recorder, "_known", None)  # looked up by hash only when the guess was wrong
-    monkeypatch.setattr("lazystep.record.recorder.user_source", lambda *a: calls.append("source"))
+    if NATIVE:
+        from lazystep.record.native import _C, front_end
+
+        monkeypatch.setattr(front_end, "user_source", lambda *a: calls.append("source"))
+        num_lookups = _C.num_lookups()
+    else:
+        monkeypatch.setattr(recorder, "_known", None)  # looked up by hash only when the guess was wrong
+        monkeypatch.setattr("lazystep.record.recorder.user_source", lambda *a: calls.append("source"))
     for _ in range(3):
         train_step(model, optimizer)
     assert calls == []
+    assert not NATIVE or _C.num_lookups() == num_lookups
 
 
 def test_executor_uses_as_many_threads_as_the_training_thread() -> None:

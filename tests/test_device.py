@@ -230,10 +230,10 @@ def test_deepcopy_is_lazy_and_independent() -> None:
     model = Tied().to("lazy")
     train(model, torch.optim.SGD(model.parameters()), "lazy", steps=1)
     model.encoder.weight.grad = torch.ones_like(model.encoder.weight)
-    model.encoder.weight.note = "kept"
+    model.encoder.weight.note = "not kept, as in eager"
     clone = copy.deepcopy(model)
-    assert clone.encoder.weight.note == "kept"
-    assert clone.encoder.weight.grad.sum().item() == 40.0
+    assert not hasattr(clone.encoder.weight, "note")
+    assert clone.encoder.weight.grad is None
     assert isinstance(clone.encoder.weight, nn.Parameter)
     assert clone.decoder.weight is clone.encoder.weight
     assert clone.encoder.weight.device.type == "lazy"
@@ -241,6 +241,12 @@ def test_deepcopy_is_lazy_and_independent() -> None:
     with torch.no_grad():
         clone.encoder.weight.zero_()
     assert torch.equal(model.encoder.weight.cpu(), before)
+    plain = torch.ones(3, device="lazy", requires_grad=True)
+    plain.grad = torch.full((3,), 2.0, device="lazy")
+    plain.note = ["kept"]
+    twin = copy.deepcopy(plain)
+    assert twin.note == ["kept"]
+    assert twin.grad.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_shallow_copy_shares_the_value() -> None:

@@ -375,7 +375,7 @@ def test_an_abandoned_tensor_frees_its_buffer() -> None:
 
     x = torch.ones(1000, device="lazy") * 2
     lazystep.mark_step(wait=True)
-    buffer = weakref.ref(x._handle.tensor)
+    buffer = weakref.ref(lazystep.barrier.handle_of(x).tensor)
     assert buffer() is not None
     del x
     gc.collect()

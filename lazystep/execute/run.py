@@ -77,7 +77,7 @@ class Run:
             self._fail(inherited, -1)
             return None
         self._state.before_run()
-        inputs = [_tensor_of(cell) for cell in cells]
+        inputs = _tensors_of(cells)
         # The list is all that holds the inputs now, besides handles that the user still has.
         del cells
         try:
@@ -93,6 +93,10 @@ class Run:
 
     def _deliver(self, tensors: list[torch.Tensor]) -> None:
         # A frame of its own: whoever wakes when the run is done must not find a last output held here.
+        deliver = getattr(self._outputs, "deliver", None)
+        if deliver is not None:  # cells that do it at once
+            deliver(tensors)
+            return
         for cell, tensor in zip(self._outputs, tensors, strict=True):
             if cell is not None:
                 cell.tensor = tensor
@@ -141,6 +145,14 @@ class Run:
         # A finished run lives as long as the storages it wrote; what it needed to run need not.
         self._state = None
         self._finished.set()
+
+
+def _tensors_of(cells: Sequence[Cell]) -> list[torch.Tensor]:
+    tensors = getattr(cells, "tensors", None)
+    if tensors is not None:  # cells that do it at once
+        found: list[torch.Tensor] = tensors()
+        return found
+    return [_tensor_of(cell) for cell in cells]
 
 
 def _tensor_of(cell: Cell) -> torch.Tensor:

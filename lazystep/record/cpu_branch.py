@@ -54,8 +54,11 @@ _MISHANDLED_OUT = (
 TypeOf = Callable[[torch.Tensor], TensorType]
 
 
-def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
-    """Op to kernel. `type_of_lazy` gives the type of a lazy tensor, whatever its class is."""
+def kernels(type_of_lazy: TypeOf, for_subclass: bool) -> dict[Any, Callable[..., Any]]:
+    """Op to kernel. `type_of_lazy` gives the type of a lazy tensor, whatever its class is.
+
+    `for_subclass`: lazy tensors are a subclass, for which torch takes further branches of its own.
+    """
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor of the same type, with memory that nobody touches."""
@@ -98,16 +101,18 @@ def kernels(type_of_lazy: TypeOf) -> dict[Any, Callable[..., Any]]:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
 
-    return {
+    found: dict[Any, Callable[..., Any]] = {
         aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
         aten.dropout.default: dropout,
-        aten.matmul.default: matmul,
-        **{func: _through_functional(functional) for functional, func in _MISHANDLED_OUT},
-        aten.linalg_svdvals.default: linalg_svdvals,
-        aten.linalg_eigvalsh.default: linalg_eigvalsh,
-        aten.linalg_eigvals.default: linalg_eigvals,
         aten.tensor_split.tensor_indices_or_sections: tensor_split,
     }
+    if for_subclass:
+        found |= {func: _through_functional(functional) for functional, func in _MISHANDLED_OUT}
+        found[aten.matmul.default] = matmul
+        found[aten.linalg_svdvals.default] = linalg_svdvals
+        found[aten.linalg_eigvalsh.default] = linalg_eigvalsh
+        found[aten.linalg_eigvals.default] = linalg_eigvals
+    return found
 
 
 def _through_functional(functional: Any) -> Callable[..., Any]:

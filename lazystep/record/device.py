@@ -14,17 +14,31 @@ from typing import Any
 
 import torch
 
+from ..config import settings
 from ..errors import ForkError, LazyStepError
 from . import cpu_branch
 from .decide import is_composite
+from .native import load as load_native
 from .python import dispatch as python_front_end
 from .python import patches
 from .python.facade import on_facades
+from .python.tensor import find_handle, is_lazy
 from .recorder import Recorder
 from .source import user_line
 
+__all__ = ["find_handle", "fork_error", "is_lazy", "make_recorder", "refuse_in_forked_child", "register"]
+
 # Kept for the life of the process: dropping a Library removes its kernels.
 _libraries: list[torch.library.Library] = []
+# The native front end, where it is in use.
+_native: Any = load_native(settings.recorder)
+IS_NATIVE = _native is not None
+
+
+def make_recorder() -> Recorder:
+    """The recorder of the front end in use."""
+    recorder: Recorder = Recorder() if _native is None else _native.NativeRecorder()
+    return recorder
 
 
 def register(recorder: Recorder) -> None:
@@ -35,7 +49,12 @@ def register(recorder: Recorder) -> None:
             "Use one or the other: remove `import torch._lazy.ts_backend`."
         )
     python_front_end.install(recorder)
-    _register_kernels()
+    if _native is None:
+        _register_kernels()
+    else:
+        named = [func.name() for func in [*_factories(), *_half_composites()]]
+        _native.register(recorder, [*_ops_with_explicit_kernels(), *named])
+    _register_composites()
     patches.apply()
     _register_device_module()
 
@@ -43,6 +62,8 @@ def register(recorder: Recorder) -> None:
 def refuse_in_forked_child() -> None:
     """Make every lazy op raise `ForkError`: the executor thread stayed in the parent process."""
     python_front_end.refuse(fork_error)
+    if _native is not None:
+        _native.refuse()
 
 
 def fork_error() -> ForkError:
@@ -63,12 +84,30 @@ def _register_kernels() -> None:
     # above is not reachable: explicit kernels are.
     for func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
         library.impl(func, _kernel_for(func), "Lazy")
-    composites = cpu_branch.kernels(python_front_end.type_of_lazy)
+    _libraries.extend([fallback, library])
+
+
+def _register_composites() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    composites = cpu_branch.kernels(python_front_end.type_of_lazy, for_subclass=_native is None)
     composites |= {func: on_facades(func) for func in cpu_branch.FACADE_OPS}
     for func, kernel in composites.items():
         library.impl(func, kernel, "AutogradLazy")
         python_front_end.add_composite(func, kernel)
-    _libraries.extend([fallback, library])
+        if _native is not None:
+            # Under inference mode there is no autograd key: the op arrives whole, one key below.
+            _native.register_kernel(func.name())
+    _libraries.append(library)
+
+
+_EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def _ops_with_explicit_kernels() -> list[str]:
+    """Ops that a backend fallback does not catch: those with a kernel for every backend."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = torch._C._dispatch_get_all_op_names()
+    return [name for name in names if any(has_kernel(name, key) for key in _EXPLICIT)]
 
 
 def _aten_ops() -> Iterator[Any]:

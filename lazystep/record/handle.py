@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -92,12 +92,23 @@ class Handle:
             recording.live.pop(self.index, None)
 
 
+# The classes of the front end in use: the native one has its own, with the same attributes.
+_handle_class: Any = Handle
+_storage_class: Any = Storage
+
+
+def use_classes(handle_class: Any, storage_class: Any) -> None:
+    """Make handles and storages of these classes from now on. Once per process, before any is made."""
+    global _handle_class, _storage_class
+    _handle_class, _storage_class = handle_class, storage_class
+
+
 def handle_of_host_tensor(tensor: torch.Tensor, storage: Storage | None = None) -> Handle:
     """A handle whose value is known already. Takes over `tensor`, which nobody else may write."""
     type_ = type_of(tensor)
     if storage is None:
-        storage = Storage(tensor.untyped_storage().nbytes() if type_.layout is torch.strided else 0)
-    handle = Handle(type_, storage)
+        storage = _storage_class(tensor.untyped_storage().nbytes() if type_.layout is torch.strided else 0)
+    handle: Handle = _handle_class(type_, storage)
     handle.tensor = tensor
     return handle
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from ..config import settings
 from ..program.program import Source
 from ..program.types import TensorType
 from .decide import Decision
-from .handle import Handle, LiveHandles, Storage
+from .handle import Handle, LiveHandles, PendingRun, Storage
 from .source import user_source
 
 Entry = tuple[Any, ...]
@@ -132,14 +132,68 @@ class Recording:
             self.live.pop(index, None)
 
 
+class Written:
+    """The storages that a recording writes, under their numbers there: the next one numbers them anew."""
+
+    __slots__ = ("_storages",)
+
+    def __init__(self, storages: Mapping[int, Storage]) -> None:
+        self._storages = storages
+
+    def with_snapshots(self) -> list[Storage]:
+        """Those whose present value somebody still wants."""
+        return [storage for storage in self._storages.values() if storage.snapshots]
+
+    def get(self, number: int) -> Storage | None:
+        """The storage that had this number."""
+        return self._storages.get(number)
+
+
 class Cut:
-    """A finished recording, with the handles that were alive at the barrier."""
+    """A finished recording, with the handles that were alive at the barrier.
 
-    __slots__ = ("live", "recording")
+    `known` is its key, `inputs` and `scalars` what goes into its run, `outputs` the indices of the
+    values that are alive, `written` the storages that it writes.
+    """
 
-    def __init__(self, recording: Recording, live: list[tuple[int, Handle]]) -> None:
-        self.recording = recording
-        self.live = live
+    __slots__ = (
+        "_live",
+        "_recording",
+        "inputs",
+        "known",
+        "num_instructions",
+        "outputs",
+        "scalars",
+        "started",
+        "written",
+    )
+
+    def __init__(self, recording: Recording, known: KnownRecording, live: list[tuple[int, Handle]]) -> None:
+        self._recording = recording
+        self._live = live
+        self.known = known
+        self.inputs = recording.inputs
+        self.scalars = recording.scalars
+        self.outputs = tuple(index for index, _ in live)
+        self.written = Written({storage.number: storage for storage in recording.written})
+        self.started = recording.started
+        self.num_instructions = len(recording.entries) - len(recording.inputs)
+
+    def cells(self, indices: Sequence[int]) -> list[Handle | None]:
+        """The live handles with these indices; None for one that nobody wants any more."""
+        handles = dict(self._live)
+        return [handles.get(index) for index in indices]
+
+    def commit(self, run: PendingRun) -> None:
+        """Tell what was recorded which run makes and writes it, and let the recording go."""
+        recording = self._recording
+        for storage in recording.written:
+            storage.run, storage.writer = run, None
+        for _, handle in self._live:
+            handle.run = run
+            if handle.storage.writer is recording:
+                handle.storage.run, handle.storage.writer = run, None
+        recording.release()
 
 
 class Draw(NamedTuple):
@@ -149,8 +203,8 @@ class Draw(NamedTuple):
     again: Callable[[], torch.Tensor]
 
 
-class Recorder:
-    """Owns the current recording. All methods may be called from any thread.
+class RecorderBase:
+    """What every recorder has: the lock, what the barrier injects, and reading.
 
     `synchronize`: called by reads that need values; injected by the barrier, which stands above
     this module. `on_full`: called without the lock when the recording has reached the size bound.
@@ -159,17 +213,43 @@ class Recorder:
     def __init__(self) -> None:
         # Held for an entry or a cut, never while waiting for anything.
         self.lock = threading.RLock()
-        self.recording = Recording(None)
-        self.last_known: KnownRecording | None = None
-        # Weak: the program cache decides how long a recording is known.
-        self._known: weakref.WeakValueDictionary[tuple[Entry, ...], KnownRecording]
-        self._known = weakref.WeakValueDictionary()
         # While a step is captured: the random numbers that it drew and the memory that it asked for, in
         # order, and how to get them again.
         self.draws: list[Draw] | None = None
         self.synchronize: Callable[[Sequence[Handle]], None] = _not_wired
         self.synchronize_all: Callable[[], None] = _not_wired
         self.on_full: Callable[[], None] = _not_wired
+
+    @contextmanager
+    def reading(self, handles: Sequence[Handle]) -> Iterator[None]:
+        """Wait for these values, then hold them still: no step that writes them starts inside the block.
+
+        Waits without the lock, and looks again under it, since another thread may have queued a step.
+        """
+        while True:
+            self.synchronize(handles)
+            with self.lock:
+                runs = [run for h in handles for run in (h.run, h.storage.run) if run is not None]
+                if all(run.is_finished for run in runs):
+                    yield
+                    return
+
+
+class Recorder(RecorderBase):
+    """Owns the current recording. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = Recording(None)
+        self.last_known: KnownRecording | None = None
+        # Weak: the program cache decides how long a recording is known.
+        self._known: weakref.WeakValueDictionary[tuple[Entry, ...], KnownRecording]
+        self._known = weakref.WeakValueDictionary()
+
+    @property
+    def num_entries(self) -> int:
+        """How many entries the current recording has."""
+        return len(self.recording.entries)
 
     def record(self, decision: Decision, operands: list[Handle], scalars: list[Any]) -> list[Handle]:
         """Append an op. Returns a handle for each result that is new, then one per rebound operand."""
@@ -196,25 +276,9 @@ class Recorder:
             self.on_full()
         return made
 
-    @contextmanager
-    def reading(self, handles: Sequence[Handle]) -> Iterator[None]:
-        """Wait for these values, then hold them still: no step that writes them starts inside the block.
-
-        Waits without the lock, and looks again under it, since another thread may have queued a step.
-        """
-        while True:
-            self.synchronize(handles)
-            with self.lock:
-                runs = [run for h in handles for run in (h.run, h.storage.run) if run is not None]
-                if all(run.is_finished for run in runs):
-                    yield
-                    return
-
     def is_pending(self, handle: Handle) -> bool:
         """Whether the current recording has to run before this value can be read."""
-        recording = self.recording
-        made_here = handle.recording is recording and handle.index in recording.live
-        return made_here or handle.storage.writer is recording
+        return self.index_in_current(handle) >= 0 or handle.storage.writer is self.recording
 
     def cut(self) -> Cut | None:
         """End the current recording and start the next. None if nothing was recorded. Needs the lock."""
@@ -224,9 +288,18 @@ class Recorder:
         # copy(): handles may die, and leave `live`, while we look at them.
         live = [(i, h) for i, ref in recording.live.copy().items() if (h := ref()) is not None]
         self.recording = Recording(None)
-        return Cut(recording, live)
+        return Cut(recording, self._identify(recording), live)
 
-    def identify(self, recording: Recording) -> KnownRecording:
+    def peek(self) -> KnownRecording:
+        """The current recording as one that is known, without ending it. Needs the lock."""
+        return self._identify(self.recording)
+
+    def index_in_current(self, handle: Handle) -> int:
+        """The index of a value that the current recording makes; -1 for any other."""
+        recording = self.recording
+        return handle.index if handle.recording is recording and handle.index in recording.live else -1
+
+    def _identify(self, recording: Recording) -> KnownRecording:
         """The known recording with exactly these entries; a new one if there is none.
 
         A recording that followed its guess to the end costs nothing here.

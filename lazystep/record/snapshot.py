@@ -64,8 +64,11 @@ class Snapshot:
                 if handle.tensor is None:
                     raise next(run.error for run in self._runs if run.error is not None)
                 # Counted in this frame: what a call to a Python function holds changes as it gets hot.
-                references = sys.getrefcount(handle), sys.getrefcount(handle.storage)
-                is_ours_alone = references == _OWN_REFERENCES
+                if type(handle) is Handle:
+                    references = sys.getrefcount(handle), sys.getrefcount(handle.storage)
+                    is_ours_alone = references == _OWN_REFERENCES
+                else:  # a native handle counts in C++ who holds its value
+                    is_ours_alone = sys.getrefcount(handle) == _OWN_REFERENCES[0] and handle.is_alone
                 self._tensor = handle.tensor if is_ours_alone else _copy(handle.tensor)
             return self._tensor
 

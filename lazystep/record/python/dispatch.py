@@ -8,7 +8,7 @@ when an op is met for the first time, needs values, or meets tensors of other de
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from ..host import eager_dispatch, serial_dispatch
 from ..recorder import Draw, Recorder
 from ..snapshot import preserve_snapshots
 from ..source import user_line
-from .tensor import LazyTensor, retype, wrap
+from .tensor import LazyTensor, find_handle, handle_of, is_lazy, retype, wrap
 
 _LITERALS = frozenset([str, torch.dtype, torch.layout, torch.device, torch.memory_format])
 _LIST = object()  # marks a list in a key, so that nesting is part of it
@@ -45,8 +45,7 @@ def add_composite(func: Any, kernel: Callable[..., Any]) -> None:
 
 def type_of_lazy(tensor: torch.Tensor) -> TensorType:
     """The type of a lazy tensor."""
-    assert isinstance(tensor, LazyTensor)
-    return tensor._handle.type
+    return handle_of(tensor).type
 
 
 def recorder() -> Recorder:
@@ -99,6 +98,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return record_op(func, args, kwargs, site)
 
 
+# What runs an op on lazy tensors from below autograd, for callers that have caught it themselves.
+call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = dispatch
+
+
 def _torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     return dispatch(func, args, kwargs or {})
 
@@ -116,47 +119,21 @@ def refuse(error: Callable[[], Exception]) -> None:
     LazyTensor.__torch_dispatch__ = classmethod(refuse_op)  # type: ignore[assignment]
 
 
+class Lookup(NamedTuple):
+    """A call whose decision is known, and what of it varies."""
+
+    decision: Decision
+    operands: list[torch.Tensor]
+    handles: list[Handle]
+    scalars: list[Any]
+
+
 def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: OpSite | None = None) -> Any:
     """Look the decision up and do what it says: mostly, append an instruction and wrap its results."""
-    if site is None:
-        site = _site_of(func)
-    key: list[Any] = [site]
-    operands: list[LazyTensor] = []
-    handles: list[Handle] = []
-    scalars: list[Any] = []
-    for position, arg in enumerate(args):
-        kind = type(arg)
-        if kind is LazyTensor:
-            handle = arg._handle
-            key.append(handle.type)
-            operands.append(arg)
-            handles.append(handle)
-        elif kind is int and position not in site.number_positions:
-            key.append(arg)
-        elif not _flatten(
-            arg, position in site.number_positions, site.facts, key, operands, handles, scalars
-        ):
-            return _dispatch_mixed(func, args, kwargs)
-    for name, arg in kwargs.items():
-        if name == "device" and arg is not None and arg.type != "lazy":
-            return _make_elsewhere(func, args, kwargs)
-        key.append(name)
-        is_number = name in site.facts.number_names
-        if not _flatten(arg, is_number, site.facts, key, operands, handles, scalars):
-            return _dispatch_mixed(func, args, kwargs)
-    groups = None
-    if site.is_writing and len(handles) > 1:
-        groups = _shared_storages(handles)
-        if groups is not None:
-            key.append(groups)
-    if site.needs_nbytes:
-        key += [handle.storage.nbytes for handle in handles]
-    decision = _decisions.get(tuple(key))
-    if decision is None:
-        decision = _decide(site.facts, args, kwargs, groups)
-        if len(_decisions) >= _MAX_DECISIONS:
-            _decisions.clear()
-        _decisions[tuple(key)] = decision
+    found = look_up(func, args, kwargs, site)
+    if found is None:
+        return _dispatch_mixed(func, args, kwargs)
+    decision, operands, handles, scalars = found
     if decision.action is not Action.RECORD:
         return _run_now(decision, args, kwargs)
     made = _recorder.record(decision, handles, scalars)
@@ -176,12 +153,58 @@ def record_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: Op
     return tuple(results) if decision.structure == "tuple" else results
 
 
+def look_up(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], site: OpSite | None = None
+) -> Lookup | None:
+    """The decision for a call; asks the decision core if it is new. None for what can't be recorded."""
+    if site is None:
+        site = _site_of(func)
+    key: list[Any] = [site]
+    operands: list[torch.Tensor] = []
+    handles: list[Handle] = []
+    scalars: list[Any] = []
+    for position, arg in enumerate(args):
+        kind = type(arg)
+        if kind is LazyTensor:
+            handle = arg._handle
+            key.append(handle.type)
+            operands.append(arg)
+            handles.append(handle)
+        elif kind is int and position not in site.number_positions:
+            key.append(arg)
+        elif not _flatten(
+            arg, position in site.number_positions, site.facts, key, operands, handles, scalars
+        ):
+            return None
+    for name, arg in kwargs.items():
+        if name == "device" and arg is not None and arg.type != "lazy":
+            return None
+        key.append(name)
+        is_number = name in site.facts.number_names
+        if not _flatten(arg, is_number, site.facts, key, operands, handles, scalars):
+            return None
+    groups = None
+    if site.is_writing and len(handles) > 1:
+        groups = _shared_storages(handles)
+        if groups is not None:
+            key.append(groups)
+    if site.needs_nbytes:
+        key += [handle.storage.nbytes for handle in handles]
+    decision = _decisions.get(tuple(key))
+    if decision is None:
+        decision = _decide(site.facts, args, kwargs, groups)
+        if len(_decisions) >= _MAX_DECISIONS:
+            _decisions.clear()
+        _decisions[tuple(key)] = decision
+    return Lookup(decision, operands, handles, scalars)
+
+
 def _flatten(
     arg: Any,
     is_number: bool,
     facts: OpFacts,
     key: list[Any],
-    operands: list[LazyTensor],
+    operands: list[torch.Tensor],
     handles: list[Handle],
     scalars: list[Any],
 ) -> bool:
@@ -215,6 +238,10 @@ def _flatten(
         key.append(arg)
     elif kind is torch.Generator:
         key.append(None)  # random ops are decided by their name; the generator is used when drawing
+    elif (handle := find_handle(arg)) is not None:
+        key.append(handle.type)
+        operands.append(arg)
+        handles.append(handle)
     else:
         return False
     return True
@@ -234,9 +261,9 @@ def _decide(
     numbers = iter(groups) if groups is not None else None
 
     def to_operand(arg: Any) -> Any:
-        if type(arg) is LazyTensor:
+        if is_lazy(arg):
             group = next(numbers) if numbers is not None else -1
-            return Operand(arg._handle.type, arg._handle.storage.nbytes, group)
+            return Operand(handle_of(arg).type, handle_of(arg).storage.nbytes, group)
         if type(arg) is list or type(arg) is tuple:
             return [to_operand(a) for a in arg]
         return arg
@@ -266,6 +293,9 @@ _HOST_INDICES |= {torch.ops.aten.index_put_.default: 1, torch.ops.aten._index_pu
 
 def _dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op with lazy tensors and others: CPU scalars and index tensors are copied in, the rest refused."""
+    device = kwargs.get("device")
+    if device is not None and device.type != "lazy":
+        return _make_elsewhere(func, args, kwargs)
     facts = _site_of(func).facts
     names = [a.name for a in func._schema.arguments]
     index_position = _HOST_INDICES.get(func, -1)
@@ -274,7 +304,7 @@ def _dispatch_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def take(arg: Any, name: str, position: int) -> Any:
         if type(arg) is list or type(arg) is tuple:
             return [take(a, name, position) for a in arg]
-        if not isinstance(arg, torch.Tensor) or type(arg) is LazyTensor:
+        if not isinstance(arg, torch.Tensor) or is_lazy(arg):
             return arg
         may_mix = arg.device.type == "cpu" and (arg.dim() == 0 or position == index_position)
         if may_mix and name not in facts.writes and arg.layout is torch.strided:
@@ -307,7 +337,7 @@ def _mismatch(
     return DeviceMismatchError(text + f'Move {name!r} with .to("lazy").')
 
 
-def from_host(tensor: torch.Tensor) -> LazyTensor:
+def from_host(tensor: torch.Tensor) -> torch.Tensor:
     """A lazy tensor with the values that a host tensor has now: they are copied."""
     with serial_dispatch():
         return wrap(handle_of_host_tensor(tensor.detach().clone()))
@@ -317,10 +347,10 @@ def _make_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """`zeros_like(lazy, device="cpu")` and its kin: a tensor of another device, from a lazy one's type."""
 
     def stand_in(arg: Any) -> Any:
-        if type(arg) is not LazyTensor:
+        if not is_lazy(arg):
             return arg
-        type_ = arg._handle.type
-        return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
+        type_ = handle_of(arg).type
+        return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="cpu")
 
     with eager_dispatch():
         return func(*(stand_in(a) for a in args), **kwargs)
@@ -334,10 +364,10 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
 
     Waits for its operands; for everything queued if it writes one, since queued steps may read it.
     """
-    lazy: list[LazyTensor] = []
+    lazy: list[torch.Tensor] = []
 
     def collect(arg: Any) -> None:
-        if type(arg) is LazyTensor:
+        if is_lazy(arg):
             lazy.append(arg)
         elif type(arg) is list or type(arg) is tuple:
             for a in arg:
@@ -350,17 +380,17 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         metrics.count_synchronization(reason, user_line())
         if writes:
             _recorder.synchronize_all()
-            preserve_snapshots(t._handle.storage for t in lazy)
+            preserve_snapshots(handle_of(t).storage for t in lazy)
     # Sparse kernels look at it to decide what to save for backward.
     needs_grad = reason == "sparse tensor" and not writes
     # By tensor identity: an alias per operand, since the op may change its metadata.
-    aliases: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+    aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def to_real(arg: Any) -> Any:
-        if type(arg) is LazyTensor:
+        if is_lazy(arg):
             if id(arg) not in aliases:
-                assert arg._handle.tensor is not None
-                alias = arg._handle.tensor.detach()
+                assert handle_of(arg).tensor is not None
+                alias = handle_of(arg).tensor.detach()
                 if needs_grad and arg.requires_grad:
                     alias.requires_grad_()
                 aliases[id(arg)] = arg, alias
@@ -371,16 +401,16 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
             return torch.device("cpu")
         return arg
 
-    with _recorder.reading([t._handle for t in lazy]), eager_dispatch():
+    with _recorder.reading([handle_of(t) for t in lazy]), eager_dispatch():
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
         return _adopt_results(func, out, list(aliases.values()), writes)
 
 
-def _adopt_results(func: Any, out: Any, aliases: list[tuple[LazyTensor, torch.Tensor]], writes: bool) -> Any:
+def _adopt_results(func: Any, out: Any, aliases: list[tuple[torch.Tensor, torch.Tensor]], writes: bool) -> Any:
     storages: dict[int, Storage] = {}
     for tensor, real in aliases:
-        handle = tensor._handle
+        handle = handle_of(tensor)
         assert handle.tensor is not None
         if handle.type.layout is not torch.strided:
             if writes:
@@ -422,19 +452,19 @@ def _adopt_results(func: Any, out: Any, aliases: list[tuple[LazyTensor, torch.Te
 def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw random numbers now, in eager's place in the generator's stream; they become inputs."""
     metrics.count("random_draws")
-    written: LazyTensor | None = None
+    written: torch.Tensor | None = None
     writes = _site_of(func).facts.writes
 
     def to_real(arg: Any) -> Any:
         nonlocal written
-        if type(arg) is LazyTensor:
-            handle = arg._handle
+        if is_lazy(arg):
+            handle = handle_of(arg)
             if writes:
                 written = arg
                 if handle.pristine:
                     return handle.tensor
             type_ = handle.type
-            return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
+            return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="cpu")
         if type(arg) is torch.device and arg.type == "lazy":
             return torch.device("cpu")
         return arg
@@ -442,11 +472,11 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with serial_dispatch():
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
-        if written is not None and written._handle.pristine:
-            _log_draw(written._handle, func, args, kwargs)
+        if written is not None and handle_of(written).pristine:
+            _log_draw(handle_of(written), func, args, kwargs)
             return written
         drawn = wrap(handle_of_host_tensor(out))
-    _log_draw(drawn._handle, func, args, kwargs)
+    _log_draw(handle_of(drawn), func, args, kwargs)
     if written is None:
         return drawn
     return dispatch(torch.ops.aten.copy_.default, (written, drawn), {})
@@ -459,7 +489,7 @@ def _log_draw(handle: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str
     def template(arg: Any) -> Any:
         if type(arg) is torch.device:
             return torch.device("cpu")
-        return arg._handle.type if type(arg) is LazyTensor else arg
+        return handle_of(arg).type if is_lazy(arg) else arg
 
     fixed_args = [template(a) for a in args]
     fixed_kwargs = {name: template(a) for name, a in kwargs.items()}
@@ -487,7 +517,7 @@ _aten = torch.ops.aten
 @handles(_aten.detach.default, _aten.alias.default)
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Nothing is computed: another tensor for the same value.
-    return wrap(args[0]._handle)
+    return wrap(handle_of(args[0]))
 
 
 @handles(_aten._pack_padded_sequence.default)
@@ -498,7 +528,7 @@ def _pack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(torch.ops.prim.layout.default)
 def _layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]._handle.type.layout
+    return handle_of(args[0]).type.layout
 
 
 @handles(_aten.lift_fresh.default, _aten.lift.default)
@@ -530,11 +560,11 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
-    if type(target) is not LazyTensor:
+    if not is_lazy(target):
         # Lazy to host: the caller's tensor gets the values now.
         return _copy_to_host(func, target, source)
-    handle = target._handle
-    if type(source) is not LazyTensor:
+    handle = handle_of(target)
+    if not is_lazy(source):
         if source.device.type != "cpu":
             raise _mismatch(func, args, kwargs, "src", source)
         if handle.pristine:
@@ -558,16 +588,16 @@ def _covers_storage(handle: Handle) -> bool:
 
 @handles(_aten.zero_.default, _aten.fill_.Scalar)
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    handle = args[0]._handle
+    handle = handle_of(args[0])
     if handle.storage.error is not None and _covers_storage(handle):
         handle.storage.error = None
     return record_op(func, args, kwargs)
 
 
-def _copy_to_host(func: Any, target: torch.Tensor, source: LazyTensor) -> torch.Tensor:
+def _copy_to_host(func: Any, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     metrics.count_synchronization("to host", user_line())
-    with _recorder.reading([source._handle]), serial_dispatch():
-        func(target, source._handle.tensor)
+    with _recorder.reading([handle_of(source)]), serial_dispatch():
+        func(target, handle_of(source).tensor)
     return target
 
 
@@ -575,17 +605,17 @@ def _copy_to_host(func: Any, target: torch.Tensor, source: LazyTensor) -> torch.
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     device = kwargs.get("device")
-    if type(source) is not LazyTensor:
+    if not is_lazy(source):
         with serial_dispatch():
             moved = func(source, **{**kwargs, "device": torch.device("cpu"), "non_blocking": False})
             return wrap(handle_of_host_tensor(moved))
     if device is None or device.type == "lazy":
         return record_op(func, args, {k: v for k, v in kwargs.items() if k != "non_blocking"})
     if device.type == "meta":
-        type_ = source._handle.type
+        type_ = handle_of(source).type
         return torch.empty_strided(
             type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device
         )
     metrics.count_synchronization("to host", user_line())
-    with _recorder.reading([source._handle]), serial_dispatch():
-        return func(source._handle.tensor, **kwargs)
+    with _recorder.reading([handle_of(source)]), serial_dispatch():
+        return func(handle_of(source).tensor, **kwargs)

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map
 
 from ..cpu_branch import run_composite
 from . import dispatch as front_end
-from .tensor import DEVICE, LazyTensor, set_metadata
+from .tensor import DEVICE, is_lazy, set_metadata
 
 
 class CpuFacade(torch.Tensor):
     """A lazy tensor under another device's name. Lives only while a composite runs, and in its backward."""
 
-    _lazy: LazyTensor
+    _lazy: torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -35,24 +35,24 @@ class CpuFacade(torch.Tensor):
             if type(arg) is CpuFacade:
                 facades[id(arg._lazy)] = arg
                 return arg._lazy
-            if type(arg) is torch.Tensor:
+            if type(arg) is torch.Tensor and arg.device.type == "cpu":
                 return front_end.from_host(arg)  # the composite made it on "its" device
             return DEVICE if type(arg) is torch.device else arg
 
         def wrap(out: Any) -> Any:
-            if type(out) is not LazyTensor:
+            if not is_lazy(out):
                 return out
             return facades[id(out)] if id(out) in facades else _facade(out)
 
         lazy_args, lazy_kwargs = tree_map(unwrap, (args, kwargs or {}))
-        out = front_end.dispatch(func, lazy_args, lazy_kwargs)
+        out = front_end.call(func, lazy_args, lazy_kwargs)
         if func._schema.is_mutable:
             for facade in facades.values():
                 set_metadata(facade, _facade(facade._lazy))  # `transpose_` and its kin
         return tree_map(wrap, out)
 
 
-def _facade(tensor: LazyTensor) -> CpuFacade:
+def _facade(tensor: torch.Tensor) -> CpuFacade:
     facade: CpuFacade = torch.Tensor._make_wrapper_subclass(
         CpuFacade,
         tensor.shape,
@@ -95,7 +95,7 @@ def on_facades(func: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(
-            lambda arg: _Enter.apply(arg) if type(arg) is LazyTensor else arg, (args, kwargs)
+            lambda arg: _Enter.apply(arg) if is_lazy(arg) else arg, (args, kwargs)
         )
         out = run_composite(func, args, kwargs)
         return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)

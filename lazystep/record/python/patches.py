@@ -16,7 +16,7 @@ from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOpti
 from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ...errors import UnsupportedError
-from .tensor import DEVICE, LazyTensor
+from .tensor import DEVICE, is_lazy
 
 
 def apply() -> None:
@@ -51,7 +51,7 @@ def _keep_identity_in_module_conversions() -> None:
 
     @_wrapping(torch.nn.Module, "_apply")
     def _apply(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
-        has_lazy = any(type(p) is LazyTensor for p in module._parameters.values())
+        has_lazy = any(is_lazy(p) for p in module._parameters.values())
         moving = {
             name: parameter
             for name, parameter in module._parameters.items()
@@ -105,12 +105,12 @@ def _take_fast_paths() -> None:
 
     @_wrapping(torch.nn.modules.activation, "_check_arg_device")
     def _check_arg_device(original: Any, x: Any) -> Any:
-        return type(x) is LazyTensor or original(x)
+        return is_lazy(x) or original(x)
 
     registration = torch.utils.backend_registration
 
     def on_the_list(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(type(arg) is LazyTensor for arg in (*args[:2], *kwargs.values())):
+        if not any(is_lazy(arg) for arg in (*args[:2], *kwargs.values())):
             return original(*args, **kwargs)
         # The list's last member is this name; nothing else reads it during the call.
         saved, registration._privateuse1_backend_name = registration._privateuse1_backend_name, "lazy"
@@ -146,7 +146,7 @@ def _refuse_distributed_data_parallel() -> None:
 
     @_wrapping(torch.nn.parallel.DistributedDataParallel, "__init__")
     def initialize(original: Any, ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if any(type(t) is LazyTensor for t in [*module.parameters(), *module.buffers()]):
+        if any(is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
             raise UnsupportedError(
                 "DistributedDataParallel does not take a module on the lazy device. "
                 "Keep the module on the CPU for DDP: it reduces gradients as they are computed."

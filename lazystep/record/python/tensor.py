@@ -26,6 +26,36 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 set_metadata = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
+# The native front end's extension where it is in use: its tensors are plain `torch.Tensor` objects with
+# another implementation behind them. Sparse tensors are of the class below in both front ends.
+_native: Any = None
+
+
+def use_native(extension: Any) -> None:
+    """Let the functions of this module make and know native tensors. Once per process."""
+    global _native
+    _native = extension
+
+
+def find_handle(obj: Any) -> Handle | None:
+    """The handle of a lazy tensor; None for any other object."""
+    if type(obj) is LazyTensor:
+        return obj._handle
+    return _native.handle_of(obj) if _native is not None else None
+
+
+def handle_of(tensor: torch.Tensor) -> Handle:
+    """The handle of a lazy tensor."""
+    handle = find_handle(tensor)
+    assert handle is not None
+    return handle
+
+
+def is_lazy(obj: Any) -> bool:
+    """Whether this is a tensor on the lazy device."""
+    return type(obj) is LazyTensor or (_native is not None and _native.is_lazy(obj))
+
+
 class LazyTensor(torch.Tensor):
     """A tensor whose ops are recorded. Made by factories with `device="lazy"` and by `.to("lazy")`."""
 
@@ -73,12 +103,12 @@ class LazyTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Files and pickles hold plain CPU tensors, so that they load where lazystep is not
         # installed. The real tensor, not a copy: tensors that share memory share it in the file.
-        plain = self._plain_tensor()
+        plain = _plain_tensor(self)
         plain.__dict__.update(_user_attributes(self))
         return plain.__reduce_ex__(protocol)
 
     def __copy__(self) -> torch.Tensor:
-        alias: torch.Tensor = wrap(self._handle)
+        alias: torch.Tensor = wrap(handle_of(self))
         if isinstance(self, torch.nn.Parameter):
             alias = torch.nn.Parameter(alias, self.requires_grad)
         alias.__dict__.update(_user_attributes(self))
@@ -95,7 +125,9 @@ class LazyTensor(torch.Tensor):
         with torch.no_grad():
             clone: torch.Tensor = self.clone()
             if isinstance(self, torch.nn.Parameter):
-                clone = torch.nn.Parameter(clone, self.requires_grad)
+                # As eager does it: neither the gradient nor the user's attributes come along.
+                clone = memo[id(self)] = torch.nn.Parameter(clone, self.requires_grad)
+                return clone
             clone.requires_grad_(self.requires_grad)
             if self.grad is not None:
                 clone.grad = copy.deepcopy(self.grad, memo)
@@ -103,32 +135,18 @@ class LazyTensor(torch.Tensor):
         clone.__dict__.update(copy.deepcopy(_user_attributes(self), memo))
         return clone
 
-    def _plain_tensor(self) -> torch.Tensor:
-        """The real tensor behind this one, as leaf of the same kind. Synchronizes; shares memory."""
-        from .dispatch import recorder
-
-        metrics.count_synchronization("pickle", user_line())
-        recorder().synchronize([self._handle])
-        real = self._handle.tensor
-        assert real is not None
-        real = real.detach()
-        if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(real, self.requires_grad)
-        return real.requires_grad_(self.requires_grad)
-
     # -- what torch does without dispatching ---------------------------------------------------
 
     @property
     def data(self) -> torch.Tensor:
         """An alias without autograd history and with a version counter of its own, as in eager."""
-        return wrap(self._handle)
+        return wrap(handle_of(self))
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        if not isinstance(other, LazyTensor):
+        if not is_lazy(other):
             other = other.to(DEVICE)
-        assert isinstance(other, LazyTensor)
-        retype(self, other._handle)
+        retype(self, handle_of(other))
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `torch.Tensor.to`; `"lazy"` and `"lazy:0"` are one device, so neither copies."""
@@ -176,6 +194,20 @@ class LazyTensor(torch.Tensor):
         raise UnsupportedError("torch.compile does not take lazy tensors")
 
 
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The real tensor behind a lazy one, as leaf of the same kind. Synchronizes; shares memory."""
+    from .dispatch import recorder
+
+    metrics.count_synchronization("pickle", user_line())
+    handle = handle_of(tensor)
+    recorder().synchronize([handle])
+    assert handle.tensor is not None
+    real = handle.tensor.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(real, tensor.requires_grad)
+    return real.requires_grad_(tensor.requires_grad)
+
+
 def _user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What the user has hung on a tensor, without what belongs to the lazy device or to torch."""
     ours = ("_handle", "_tensor_id", "_is_param")
@@ -194,12 +226,16 @@ def _no_storage(name: str) -> UnsupportedError:
     )
 
 
-def wrap(handle: Handle) -> LazyTensor:
+def wrap(handle: Handle) -> torch.Tensor:
     """A new lazy tensor for a value. The hot path of recording: keep it short."""
     type_ = handle.type
     if type_.layout is not torch.strided:
         return _wrap_sparse(handle)
-    tensor: LazyTensor = _make_wrapper(
+    tensor: LazyTensor
+    if _native is not None:
+        tensor = _native.wrap(handle)
+        return tensor
+    tensor = _make_wrapper(
         LazyTensor, type_.shape, type_.stride, type_.offset, dtype=type_.dtype, device=DEVICE
     )
     if type_.conj or type_.neg:
@@ -228,8 +264,11 @@ def _set_bits(tensor: torch.Tensor, type_: TensorType) -> None:
     torch._C._set_neg(tensor, type_.neg)
 
 
-def retype(tensor: LazyTensor, handle: Handle) -> None:
+def retype(tensor: torch.Tensor, handle: Handle) -> None:
     """Let an existing tensor stand for another value, as `t_`, `resize_` and `.data = ...` do."""
+    if not isinstance(tensor, LazyTensor):
+        _native.retype(tensor, handle)
+        return
     old, new = tensor._handle.type, handle.type
     if (old.conj, old.neg) != (new.conj, new.neg):
         _set_bits(tensor, new)  # torch takes over metadata only between tensors that agree in these
@@ -242,7 +281,7 @@ _ids = itertools.count(1)
 
 def get_tensor_id(tensor: torch.Tensor) -> int:
     """A number that no other tensor has, stable for the tensor's life. Does not synchronize."""
-    if not isinstance(tensor, LazyTensor):
+    if not is_lazy(tensor):
         raise ValueError(f"expected a tensor on the lazy device, got one on {tensor.device}")
     number: int = tensor.__dict__.setdefault("_tensor_id", next(_ids))
     return number

@@ -1,0 +1,106 @@
+"""The Python side of the native front end: what C++ asks of Python, and the recorder around it.
+
+C++ catches an op, looks its decision up and records it. It comes here for a call that is new
+(`_decide`), for everything that is not recorded as it stands (`_dispatch`: draws, reads, tensors of
+other devices), and for the user's line of a new instruction. What these do is the Python front
+end's own code: semantics stand in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...config import settings, watch
+from ..decide import Action, Decision
+from ..handle import Handle, use_classes
+from ..python import dispatch as python_front_end
+from ..python.tensor import use_native
+from ..recorder import RecorderBase
+from ..source import user_source
+from . import _C, patches
+
+_aten = torch.ops.aten
+
+# See `Mode` in src/kernel.cpp.
+_RECORD, _PYTHON, _DETACH, _OVERWRITE = range(4)
+_MODES = {
+    _aten.detach.default: _DETACH,
+    _aten.alias.default: _DETACH,
+    # Handlers that do something special only for tensors of other devices, which C++ leaves to Python
+    # anyway, or for memory that a failed step has left half updated.
+    _aten.copy_.default: _OVERWRITE,
+    _aten.zero_.default: _OVERWRITE,
+    _aten.fill_.Scalar: _OVERWRITE,
+    _aten._to_copy.default: _RECORD,
+}
+
+
+class NativeRecorder(RecorderBase):
+    """The recorder of C++. Recording takes a lock of its own; `lock` is for cuts and reads."""
+
+    def record(self, decision: Decision, operands: list[Handle], scalars: list[Any]) -> list[Handle]:
+        """Append an op. Returns a handle for each result that is new, then one per rebound operand."""
+        return _C.record(decision, operands, scalars)
+
+    @property
+    def num_entries(self) -> int:
+        """How many entries the current recording has."""
+        return _C.num_entries()
+
+    is_pending = staticmethod(_C.is_pending)
+    index_in_current = staticmethod(_C.index_in_current)
+    cut = staticmethod(_C.cut)
+    peek = staticmethod(_C.peek)
+    guess_next = staticmethod(_C.guess_next)
+
+
+def register(recorder: NativeRecorder, names: Iterable[str]) -> None:
+    """Catch ops on lazy tensors in C++, those of `names` by a kernel of their own. Once per process."""
+    use_native(_C)
+    use_classes(_C.Handle, _C.Storage)
+    python_front_end.call = lambda func, args, kwargs: func(*args, **kwargs)
+    watch("max_instructions", _C.set_max_entries)
+    _C.connect(
+        traits=_traits,
+        decide=_decide,
+        dispatch=lambda func, args, kwargs: python_front_end.dispatch(func, args, kwargs),
+        source=lambda: user_source(2) if settings.source_lines else None,
+        on_full=lambda: recorder.on_full(),
+    )
+    _C.register_fallback()
+    for name in dict.fromkeys(names):
+        register_kernel(name)
+    patches.apply()
+    patches.watch_explicit_kernels(register_kernel)
+
+
+def register_kernel(name: str) -> None:
+    """Catch an op by its name (`aten::add.Tensor`): one that a fallback does not catch."""
+    name, _, overload = name.partition(".")
+    _C.register_kernel(name, overload)
+
+
+def refuse() -> None:
+    """Hand every op to Python from now on, where it is refused."""
+    _C.refuse()
+
+
+def _traits(func: Any) -> tuple[int, Sequence[bool], bool, bool, bool]:
+    site = python_front_end._site_of(func)
+    facts = site.facts
+    mode = _MODES.get(func, _RECORD if site.handler is None else _PYTHON)
+    takes_number = [i in facts.number_positions for i in range(len(func._schema.arguments))]
+    return mode, takes_number, facts.float_literals, site.is_writing, site.needs_nbytes
+
+
+def _decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
+    """The decision for a call that C++ has not seen yet; None if Python handles it each time."""
+    if func is _aten.copy_.default:
+        args = args[:2]  # without non_blocking, as the handlers have it
+    elif func is _aten._to_copy.default:
+        kwargs.pop("non_blocking", None)
+    found = python_front_end.look_up(func, args, kwargs)
+    return found.decision if found is not None and found.decision.action is Action.RECORD else None

@@ -1,0 +1,123 @@
+#include "value.h"
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Layout.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <unordered_map>
+
+namespace lazystep {
+
+namespace {
+
+// Weak, under the GIL: a type leaves when nothing uses it, as its Python counterpart does.
+std::unordered_map<PyObject*, Type*>& types() {
+  static auto* table = new std::unordered_map<PyObject*, Type*>;  // never destroyed: types outlive it
+  return *table;
+}
+
+}  // namespace
+
+Type::~Type() {
+  if (!python || !Py_IsInitialized()) return;
+  py::gil_scoped_acquire gil;
+  auto found = types().find(python.get());
+  if (found != types().end() && found->second == this) types().erase(found);
+}
+
+Ptr<Type> type_from_python(PyObject* tensor_type) {
+  auto found = types().find(tensor_type);
+  if (found != types().end()) {
+    // Another thread may be about to destroy it, waiting for the GIL that we hold.
+    auto weak = c10::weak_intrusive_ptr<Type>::reclaim_copy(found->second);
+    if (auto strong = weak.lock()) return strong;
+  }
+  auto object = py::reinterpret_borrow<py::object>(tensor_type);
+  auto type = c10::make_intrusive<Type>();
+  type->python = PyRef::borrow(tensor_type);
+  type->dtype = reinterpret_cast<THPDtype*>(object.attr("dtype").ptr())->scalar_type;
+  type->is_strided =
+      reinterpret_cast<THPLayout*>(object.attr("layout").ptr())->layout == c10::Layout::Strided;
+  type->conj = object.attr("conj").cast<bool>();
+  type->neg = object.attr("neg").cast<bool>();
+  type->offset = object.attr("offset").cast<int64_t>();
+  for (auto size : object.attr("shape")) type->shape.push_back(size.cast<int64_t>());
+  for (auto step : object.attr("stride")) type->stride.push_back(step.cast<int64_t>());
+  types()[tensor_type] = type.get();
+  return type;
+}
+
+void Alias::release_resources() {
+  StorageImpl::release_resources();
+  PyRef dropped_error = std::move(error), dropped_snapshots = std::move(snapshots);
+  run.reset();
+}
+
+void Value::release_resources() {
+  tensor.reset();
+  run.reset();
+  type.reset();
+  alias.reset();
+}
+
+LazyImpl::LazyImpl(Ptr<Value> value)
+    : TensorImpl(
+          c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(value->alias)),
+          c10::DispatchKeySet(c10::DispatchKey::Lazy),
+          c10::scalarTypeToTypeMeta(value->type->dtype)),
+      value_(std::move(value)) {
+  take_metadata();
+}
+
+LazyImpl::LazyImpl(Ptr<Value> value, const LazyImpl& base)
+    : TensorImpl(
+          c10::TensorImpl::VIEW,
+          c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(value->alias)),
+          base.key_set(),
+          c10::scalarTypeToTypeMeta(value->type->dtype)),
+      value_(std::move(value)) {
+  take_metadata();
+}
+
+void LazyImpl::take_metadata() {
+  const Type& type = *value_->type;
+  sizes_and_strides_.set_sizes(type.shape);
+  for (size_t i = 0; i < type.stride.size(); ++i) {
+    sizes_and_strides_.stride_at_unchecked(i) = type.stride[i];
+  }
+  storage_offset_ = type.offset;
+  refresh_numel();
+  refresh_contiguous();
+  if (type.conj != is_conj()) _set_conj(type.conj);
+  if (type.neg != is_neg()) _set_neg(type.neg);
+}
+
+void LazyImpl::retype(Ptr<Value> value) {
+  Ptr<Value> old = std::exchange(value_, std::move(value));
+  storage_ = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(value_->alias));
+  data_type_ = c10::scalarTypeToTypeMeta(value_->type->dtype);
+  take_metadata();
+}
+
+c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
+    const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
+  auto copy = c10::make_intrusive<LazyImpl>(value_);
+  copy_tensor_metadata(this, copy.get(), version_counter, allow_tensor_metadata_change);
+  return copy;
+}
+
+c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
+    c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const {
+  auto copy = c10::make_intrusive<LazyImpl>(value_);
+  copy_tensor_metadata(this, copy.get(), std::move(version_counter), allow_tensor_metadata_change);
+  return copy;
+}
+
+void LazyImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) {
+  auto* other = as_lazy(impl.get());
+  TORCH_INTERNAL_ASSERT(other != nullptr, "a lazy tensor can take over another lazy tensor only");
+  copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
+  value_ = other->value_;
+}
+
+}  // namespace lazystep

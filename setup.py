@@ -1,0 +1,46 @@
+"""The native recorder: an optional part of the build. Everything else stands in pyproject.toml."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+SOURCES = sorted(str(path) for path in Path("lazystep/record/native/src").glob("*.cpp"))
+
+
+def native() -> dict[str, object]:
+    """The extension, built if torch and a compiler are there; without them the install goes on."""
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError as error:
+        print(f"lazystep: no native recorder ({error}); the Python one will be used", file=sys.stderr)
+        return {}
+
+    class OptionalBuild(BuildExtension):
+        """Compiles the extension; a failure leaves the Python recorder and says so in one line."""
+
+        def run(self) -> None:
+            try:
+                super().run()
+            except Exception as error:
+                if self.is_required:
+                    raise
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                print(f"lazystep: no native recorder ({reason}); the Python one will be used", file=sys.stderr)
+
+        # `build_ext --inplace` is how developers ask for it: there a failure is a failure.
+        @property
+        def is_required(self) -> bool:
+            return "build_ext" in sys.argv
+
+    extension = CppExtension(
+        "lazystep.record.native._C",
+        SOURCES,
+        extra_compile_args=["-O2", "-g0", "-std=c++20", "-Wall", "-fvisibility=hidden"],
+    )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": OptionalBuild}}
+
+
+setup(**native())
