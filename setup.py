@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from setuptools import setup
 
-SOURCES = sorted(str(path) for path in Path("lazystep/record/native/src").glob("*.cpp"))
+SOURCES = ["lazystep/record/native/src/unity.cpp"]
 
 
 def native() -> dict[str, object]:

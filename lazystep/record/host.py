@@ -59,3 +59,10 @@ def _find_omp_set_num_threads() -> Callable[[int], object]:
 
 
 _set_num_threads = _find_omp_set_num_threads()
+
+
+def thread_setter_address() -> int:
+    """The address of that function, for C++; 0 if there is none."""
+    if not isinstance(_set_num_threads, ctypes._CFuncPtr):
+        return 0
+    return ctypes.cast(_set_num_threads, ctypes.c_void_p).value or 0

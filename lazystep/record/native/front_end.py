@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from ... import metrics
 from ...config import settings, watch
 from ..decide import Action, Decision
 from ..handle import Handle, use_classes
+from ..host import thread_setter_address
 from ..python import dispatch as python_front_end
 from ..python.tensor import use_native
 from ..recorder import RecorderBase
@@ -25,7 +27,7 @@ from . import _C, patches
 _aten = torch.ops.aten
 
 # See `Mode` in src/kernel.cpp.
-_RECORD, _PYTHON, _DETACH, _OVERWRITE = range(4)
+_RECORD, _PYTHON, _DETACH, _OVERWRITE, _EMPTY, _TO_COPY = range(6)
 _MODES = {
     _aten.detach.default: _DETACH,
     _aten.alias.default: _DETACH,
@@ -34,7 +36,10 @@ _MODES = {
     _aten.copy_.default: _OVERWRITE,
     _aten.zero_.default: _OVERWRITE,
     _aten.fill_.Scalar: _OVERWRITE,
-    _aten._to_copy.default: _RECORD,
+    _aten._to_copy.default: _TO_COPY,
+    _aten.empty.memory_format: _EMPTY,
+    _aten.empty_strided.default: _EMPTY,
+    _aten.empty_like.default: _EMPTY,
 }
 
 
@@ -69,6 +74,8 @@ def register(recorder: NativeRecorder, names: Iterable[str]) -> None:
         dispatch=lambda func, args, kwargs: python_front_end.dispatch(func, args, kwargs),
         source=lambda: user_source(2) if settings.source_lines else None,
         on_full=lambda: recorder.on_full(),
+        on_draw=lambda: metrics.count("random_draws"),
+        set_num_threads=thread_setter_address(),
     )
     _C.register_fallback()
     for name in dict.fromkeys(names):
@@ -96,11 +103,13 @@ def _traits(func: Any) -> tuple[int, Sequence[bool], bool, bool, bool]:
     return mode, takes_number, facts.float_literals, site.is_writing, site.needs_nbytes
 
 
-def _decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
-    """The decision for a call that C++ has not seen yet; None if Python handles it each time."""
+def _decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Decision | None]:
+    """What C++ does with a call that it has not seen yet; "python" if it comes here each time."""
     if func is _aten.copy_.default:
         args = args[:2]  # without non_blocking, as the handlers have it
     elif func is _aten._to_copy.default:
         kwargs.pop("non_blocking", None)
     found = python_front_end.look_up(func, args, kwargs)
-    return found.decision if found is not None and found.decision.action is Action.RECORD else None
+    if found is None or found.decision.action is Action.HOST:
+        return "python", None
+    return found.decision.action.value, found.decision

@@ -213,15 +213,18 @@ std::shared_ptr<const Line> Cache::find(const Call& call, size_t hash) {
   return nullptr;
 }
 
-void Cache::add(const Call& call, size_t hash, Ptr<Decision> decision) {
+std::shared_ptr<const Line> Cache::add(
+    const Call& call, size_t hash, Line::Action action, Ptr<Decision> decision) {
   auto line = std::make_shared<Line>();
   line->key.assign(call.key.begin(), call.key.end());
   for (LazyImpl* operand : call.operands) line->types.push_back(operand->value()->type);
+  line->action = action;
   line->decision = std::move(decision);
   decltype(lines_) dropped;  // outlives the lock
   std::lock_guard lock(mutex_);
   if (lines_.size() >= kMaxLines) dropped.swap(lines_);
-  lines_.emplace(hash, std::move(line));
+  lines_.emplace(hash, line);
+  return line;
 }
 
 void Cache::clear() {

@@ -49,11 +49,17 @@ class Call {
   void add_shared_memory();
 };
 
-// A decision and the key that it was made for. No decision: Python handles the call each time.
+// A decision and the key that it was made for.
 struct Line {
+  enum Action {
+    kRecord,  // append an instruction
+    kDraw,    // draw on the host now
+    kPython,  // Python handles the call each time
+  };
   std::vector<Word> key;
   std::vector<Ptr<Type>> types;  // keeps the addresses in `key` valid
-  Ptr<Decision> decision;
+  Action action = kPython;
+  Ptr<Decision> decision;  // of kRecord
 };
 
 // The decisions of one op.
@@ -61,7 +67,7 @@ class Cache {
  public:
   // The line for exactly this call, or null. Any thread.
   std::shared_ptr<const Line> find(const Call& call, size_t hash);
-  void add(const Call& call, size_t hash, Ptr<Decision> decision);
+  std::shared_ptr<const Line> add(const Call& call, size_t hash, Line::Action action, Ptr<Decision> decision);
   void clear();
 
  private:

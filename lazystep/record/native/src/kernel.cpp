@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "call.h"
+#include "host.h"
 
 namespace lazystep {
 
@@ -35,6 +36,8 @@ enum class Mode {
   kPython,     // Python has a handler for it
   kDetach,     // another tensor for the same value
   kOverwrite,  // Python, if the first operand was left half updated; else look it up
+  kEmpty,      // allocate on the host now
+  kToCopy,     // copy from the host now; between lazy tensors look it up
 };
 
 // What is known of an op, filled in at its first call.
@@ -138,11 +141,14 @@ void dispatch_in_python(Site& site, const OperatorHandle& handle, c10::ArrayRef<
   });
 }
 
-Ptr<Decision> decide(Site& site, c10::ArrayRef<IValue> values) {
-  return call_python([&]() -> Ptr<Decision> {
+std::shared_ptr<const Line> decide(Site& site, c10::ArrayRef<IValue> values, const Call& call, size_t hash) {
+  return call_python([&] {
     auto [args, kwargs] = to_python(site.traits, values);
-    py::object decision = python().decide(site.op, args, kwargs);
-    return decision.is_none() ? nullptr : decision_from_python(decision.ptr());
+    auto [action, decision] = python().decide(site.op, args, kwargs).cast<std::pair<std::string, py::object>>();
+    if (action == "record") {
+      return site.cache.add(call, hash, Line::kRecord, decision_from_python(decision.ptr()));
+    }
+    return site.cache.add(call, hash, action == "draw" ? Line::kDraw : Line::kPython, nullptr);
   });
 }
 
@@ -200,6 +206,11 @@ void run(Site& site, const OperatorHandle& handle, Stack* stack) {
   size_t num_arguments = schema.arguments().size();
   auto values = torch::jit::last(*stack, num_arguments);
   if (site.mode == Mode::kPython || is_refused) return dispatch_in_python(site, handle, values, stack);
+  if (site.mode == Mode::kEmpty) {
+    if (!run_on_host(handle, stack, false, true)) dispatch_in_python(site, handle, values, stack);
+    return;
+  }
+  if (site.mode == Mode::kToCopy && copy_from_host(handle, stack)) return;
   Call call;
   if (!call.read(site.traits, values)) return dispatch_in_python(site, handle, values, stack);
   if (site.mode == Mode::kDetach) {
@@ -213,12 +224,12 @@ void run(Site& site, const OperatorHandle& handle, Stack* stack) {
   }
   size_t hash = call.hash();
   auto line = site.cache.find(call, hash);
-  if (line == nullptr) {
-    site.cache.add(call, hash, decide(site, values));
-    line = site.cache.find(call, hash);
-    if (line == nullptr) return dispatch_in_python(site, handle, values, stack);  // cleared meanwhile
+  if (line == nullptr) line = decide(site, values, call, hash);
+  if (line->action == Line::kDraw && run_on_host(handle, stack, site.traits.is_writing, false)) {
+    call_python([] { python().on_draw(); });
+    return;
   }
-  if (!line->decision) return dispatch_in_python(site, handle, values, stack);
+  if (line->action != Line::kRecord) return dispatch_in_python(site, handle, values, stack);
   record(line->decision, call, num_arguments, !schema.returns().empty(), stack);
 }
 

@@ -13,10 +13,11 @@ namespace lazystep {
 // What the kernel asks of Python. Set once, before any kernel is registered.
 struct Python {
   py::object traits;    // op -> (mode, takes_number, float_literals, is_writing, needs_nbytes)
-  py::object decide;    // op, args, kwargs -> a Decision to record, or None
+  py::object decide;    // op, args, kwargs -> the action's name and, to record, the Decision
   py::object dispatch;  // op, args, kwargs -> what the op returns
   py::object source;    // -> the user's line, or None
   py::object on_full;   // the recording has reached its size bound
+  py::object on_draw;   // random numbers were drawn
 };
 void connect(Python python);
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "host.h"
 #include "kernel.h"
 #include "recorder.h"
 
@@ -193,7 +194,7 @@ py::list sources_to_python(const Known& known) {
   return list;
 }
 
-std::vector<Ptr<Value>> record(
+std::vector<Ptr<Value>> record_from_python(
     const py::object& decision, const std::vector<Ptr<Value>>& handles, const py::list& scalars) {
   c10::SmallVector<Value*, 8> operands;
   for (const auto& handle : handles) operands.push_back(handle.get());
@@ -304,7 +305,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("commit", &PythonCut::commit);
 
   // -- the recorder: one per process
-  module.def("record", &record);
+  module.def("record", &record_from_python);
   module.def("num_entries", [] { return recorder().num_entries(); });
   module.def("num_lookups", [] { return recorder().num_lookups.load(); });
   module.def("num_calls_to_python", &num_calls_to_python);
@@ -332,12 +333,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // -- registration
   module.def(
       "connect",
-      [](py::object traits, py::object decide, py::object dispatch, py::object source, py::object on_full) {
-        connect({std::move(traits), std::move(decide), std::move(dispatch), std::move(source), std::move(on_full)});
+      [](py::object traits, py::object decide, py::object dispatch, py::object source, py::object on_full,
+         py::object on_draw, uintptr_t set_num_threads) {
+        connect(
+            {std::move(traits), std::move(decide), std::move(dispatch), std::move(source), std::move(on_full),
+             std::move(on_draw)});
+        use_thread_setter(reinterpret_cast<SetNumThreads>(set_num_threads));
         static DeviceGuard guard;
         c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::Lazy)] = &guard;
       },
-      py::arg("traits"), py::arg("decide"), py::arg("dispatch"), py::arg("source"), py::arg("on_full"));
+      py::arg("traits"), py::arg("decide"), py::arg("dispatch"), py::arg("source"), py::arg("on_full"),
+      py::arg("on_draw"), py::arg("set_num_threads"));
   module.def("register_kernel", &register_kernel);
   module.def("register_fallback", &register_fallback);
   module.def("refuse", &refuse);

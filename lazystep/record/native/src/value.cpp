@@ -4,6 +4,8 @@
 #include <torch/csrc/Layout.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <mutex>
+#include <string>
 #include <unordered_map>
 
 namespace lazystep {
@@ -44,6 +46,38 @@ Ptr<Type> type_from_python(PyObject* tensor_type) {
   for (auto size : object.attr("shape")) type->shape.push_back(size.cast<int64_t>());
   for (auto step : object.attr("stride")) type->stride.push_back(step.cast<int64_t>());
   types()[tensor_type] = type.get();
+  return type;
+}
+
+Ptr<Type> type_of(const at::Tensor& tensor) {
+  static auto* mutex = new std::mutex;
+  static auto* known = new std::unordered_map<std::string, c10::weak_intrusive_ptr<Type>>;
+  static size_t sweep_at = 1024;
+
+  c10::SmallVector<int64_t, 16> words{
+      static_cast<int64_t>(tensor.scalar_type()), tensor.is_conj(), tensor.is_neg(), tensor.storage_offset()};
+  words.append(tensor.sizes().begin(), tensor.sizes().end());
+  words.append(tensor.strides().begin(), tensor.strides().end());
+  std::string key(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
+  {
+    std::lock_guard lock(*mutex);
+    auto found = known->find(key);
+    if (found != known->end()) {
+      if (auto type = found->second.lock()) return type;
+    }
+  }
+  Ptr<Type> type;
+  {
+    py::gil_scoped_acquire gil;
+    py::object python = py::module_::import("lazystep.program.types").attr("type_of")(tensor);
+    type = type_from_python(python.ptr());
+  }
+  std::lock_guard lock(*mutex);
+  if (known->size() >= sweep_at) {
+    for (auto it = known->begin(); it != known->end();) it = it->second.expired() ? known->erase(it) : ++it;
+    sweep_at = std::max<size_t>(1024, 2 * known->size());
+  }
+  known->insert_or_assign(std::move(key), c10::weak_intrusive_ptr<Type>(type));
   return type;
 }
 

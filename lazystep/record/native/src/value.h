@@ -42,6 +42,9 @@ struct Type : c10::intrusive_ptr_target {
 // The type of a Python `TensorType`. Needs the GIL.
 Ptr<Type> type_from_python(PyObject* tensor_type);
 
+// The type of a real, strided tensor. Takes the GIL for a type that nothing uses yet.
+Ptr<Type> type_of(const at::Tensor& tensor);
+
 // A Python object whose references can be copied without the GIL.
 struct PyBox : c10::intrusive_ptr_target {
   explicit PyBox(PyObject* object) : python(PyRef::borrow(object)) {}

@@ -1,0 +1,14 @@
+// One translation unit: reading torch's headers takes longer than compiling all of this.
+#include "value.cpp"
+
+#include "decision.cpp"
+
+#include "recorder.cpp"
+
+#include "call.cpp"
+
+#include "host.cpp"
+
+#include "kernel.cpp"
+
+#include "module.cpp"
