@@ -75,7 +75,8 @@ class OpList(TorchDispatchMode):
         # In the lazy run, what touches plain CPU tensors only is no part of the recording: it is how
         # lazystep asks torch which branch the CPU would take.
         is_listed = self.device == "cpu" or any(
-            type(t) not in (torch.Tensor, nn.Parameter) for t in tensors_in((args, kwargs, out))
+            t.device.type == "lazy" or type(t) not in (torch.Tensor, nn.Parameter)  # a facade's device is CPU
+            for t in tensors_in((args, kwargs, out))
         )
         if is_listed and str(func) not in IGNORED:
             self.ops.append(str(func))

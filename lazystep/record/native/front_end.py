@@ -80,6 +80,8 @@ def register(recorder: NativeRecorder, names: Iterable[str]) -> None:
     _C.register_fallback()
     for name in dict.fromkeys(names):
         register_kernel(name)
+    for packet in ("_sparse_compressed_tensor_unsafe", "_sparse_csr_tensor_unsafe"):
+        _C.register_sparse_kernel(f"aten::{packet}", "")
     patches.apply()
     patches.watch_explicit_kernels(register_kernel)
 

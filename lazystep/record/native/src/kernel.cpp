@@ -281,8 +281,17 @@ void register_kernel(const std::string& name, const std::string& overload) {
 }
 
 void register_fallback() {
-  keep(c10::Dispatcher::singleton().registerFallback(
-      c10::DispatchKey::Lazy, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "lazystep"));
+  // The other two are asked for tensors that are not there yet: results with a sparse layout.
+  for (auto key : {c10::DispatchKey::Lazy, c10::DispatchKey::SparseLazy, c10::DispatchKey::SparseCsrLazy}) {
+    keep(c10::Dispatcher::singleton().registerFallback(
+        key, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "lazystep"));
+  }
+}
+
+void register_sparse_kernel(const std::string& name, const std::string& overload) {
+  keep(c10::Dispatcher::singleton().registerImpl(
+      {name, overload}, c10::DispatchKey::SparseCsrLazy, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
+      std::nullopt, nullptr, "lazystep"));
 }
 
 void refuse() { is_refused = true; }

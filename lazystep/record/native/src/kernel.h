@@ -24,6 +24,8 @@ void connect(Python python);
 // Register the kernel for an op, and for every op that has no kernel of another kind.
 void register_kernel(const std::string& name, const std::string& overload);
 void register_fallback();
+// Catch a composite that makes a compressed sparse tensor: it ends in a list of known devices.
+void register_sparse_kernel(const std::string& name, const std::string& overload);
 
 // From now on every op goes to Python, which raises: this is a forked child.
 void refuse();

@@ -345,6 +345,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("traits"), py::arg("decide"), py::arg("dispatch"), py::arg("source"), py::arg("on_full"),
       py::arg("on_draw"), py::arg("set_num_threads"));
   module.def("register_kernel", &register_kernel);
+  module.def("register_sparse_kernel", &register_sparse_kernel);
   module.def("register_fallback", &register_fallback);
   module.def("refuse", &refuse);
 }
