@@ -5,13 +5,33 @@ BIN := $(VENV)/bin
 JAX_VENV := .venv-jax
 STAMP := $(VENV)/installed
 
-.PHONY: demo test check bench bench-peers conformance-native format clean
+.PHONY: demo test test-python check bench bench-peers conformance-native format native sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/byte_gpt.py
 
+# The native front end if it was built; test-python takes the Python one.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-python: $(STAMP)
+	LAZYSTEP_RECORDER=python $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Rebuild the native recorder in place, after a change in lazystep/record/native/src.
+native: $(STAMP)
+	$(BIN)/python setup.py build_ext --inplace
+
+# The recorder's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package.
+SANITIZED := build/sanitized
+sanitize: $(STAMP)
+	mkdir -p $(SANITIZED)
+	cp -r lazystep benchmarks tests docs README.md pyproject.toml setup.py $(SANITIZED)
+	cd $(SANITIZED) && rm -f lazystep/record/native/*.so && \
+	  LAZYSTEP_SANITIZE=1 $(abspath $(BIN))/python setup.py build_ext --inplace
+	cd $(SANITIZED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:protect_shadow_gap=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  LAZYSTEP_RECORDER=native PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
+	  tests/test_native_recorder.py tests/test_device.py tests/test_semantics.py tests/test_random_programs.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

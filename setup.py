@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from glob import glob
 
 from setuptools import setup
 
@@ -27,17 +29,24 @@ def native() -> dict[str, object]:
                 if self.is_required:
                     raise
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                print(f"lazystep: no native recorder ({reason}); the Python one will be used", file=sys.stderr)
+                print(
+                    f"lazystep: no native recorder ({reason}); the Python one will be used", file=sys.stderr
+                )
 
         # `build_ext --inplace` is how developers ask for it: there a failure is a failure.
         @property
         def is_required(self) -> bool:
             return "build_ext" in sys.argv
 
+    flags = ["-O2", "-g0"]
+    if os.environ.get("LAZYSTEP_SANITIZE"):  # `make sanitize`
+        flags = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
     extension = CppExtension(
-        "lazystep.record.native._C",
+        "lazystep.record.native._recorder",
         SOURCES,
-        extra_compile_args=["-O2", "-g0", "-std=c++20", "-Wall", "-fvisibility=hidden"],
+        depends=sorted(glob("lazystep/record/native/src/*")),
+        extra_compile_args=["-std=c++20", "-Wall", "-fvisibility=hidden", *flags],
+        extra_link_args=[flag for flag in flags if flag.startswith("-fsanitize")],
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": OptionalBuild}}
 

@@ -292,7 +292,8 @@ def _find_error(cells: Sequence[Any]) -> LazyStepError | None:
     """The failure that one of these values inherits."""
     # A native recording knows which of its inputs need a look; in the steady state none does.
     suspects = getattr(cells, "suspects", None)
-    for handle in cells if suspects is None else suspects():
+    handles: Sequence[Handle] = cells if suspects is None else suspects()
+    for handle in handles:
         if handle.storage.error is not None:
             return handle.storage.error
         if handle.tensor is None and handle.run is not None and handle.run.error is not None:

@@ -1,6 +1,6 @@
 """Records what it is told and prints the programs: one JSON line in, one out. Run with either front end.
 
-    echo '{"model": "mlp"}' | LAZYSTEP_RECORDER=native python tests/front_end_worker.py
+echo '{"model": "mlp"}' | LAZYSTEP_RECORDER=native python tests/front_end_worker.py
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def programs_of_model(name: str, num_steps: int = 3) -> list[str]:
 
 
 def programs_of_ops(choices: list[tuple[int, int, int]]) -> list[str]:
-    """The programs of a sequence of ops; a choice that eager refuses is left out. One past the end of the list ends the step."""
+    """The programs of a sequence of ops, without what eager refuses. A number past the list ends a step."""
     torch.manual_seed(0)
     tensors = [torch.arange(12.0).reshape(3, 4).to("lazy"), torch.ones(4).to("lazy")]
     texts = []

@@ -307,17 +307,17 @@ def test_barrier_does_no_work_per_instruction_in_the_steady_state(monkeypatch: p
     recorder = lazystep.barrier.runtime.recorder
     monkeypatch.setattr(lazystep.barrier, "assemble", lambda *a: calls.append("assemble"))
     if NATIVE:
-        from lazystep.record.native import _C, front_end
+        from lazystep.record.native import _recorder, front_end
 
         monkeypatch.setattr(front_end, "user_source", lambda *a: calls.append("source"))
-        num_lookups = _C.num_lookups()
+        num_lookups = _recorder.num_lookups()
     else:
         monkeypatch.setattr(recorder, "_known", None)  # looked up by hash only when the guess was wrong
         monkeypatch.setattr("lazystep.record.recorder.user_source", lambda *a: calls.append("source"))
     for _ in range(3):
         train_step(model, optimizer)
     assert calls == []
-    assert not NATIVE or _C.num_lookups() == num_lookups
+    assert not NATIVE or _recorder.num_lookups() == num_lookups
 
 
 def test_executor_uses_as_many_threads_as_the_training_thread() -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from benchmarks import models
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lazystep.record.native._C") is None, reason="the native recorder is not built"
+    importlib.util.find_spec("lazystep.record.native._recorder") is None,
+    reason="the native recorder is not built",
 )
 WORKER = Path(__file__).parent / "front_end_worker.py"
 

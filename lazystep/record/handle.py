@@ -81,6 +81,11 @@ class Handle:
         self.run: PendingRun | None = None
         self.pristine = False
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing but the Python object holds the value: native handles know. See `Snapshot.take`."""
+        raise NotImplementedError
+
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a handle belongs to its process and can't be pickled or copied")
 

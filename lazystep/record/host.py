@@ -54,15 +54,20 @@ def _find_omp_set_num_threads() -> Callable[[int], object]:
         path = next(line.split()[-1] for line in maps if "libgomp" in line)
         function: Callable[[int], object] = ctypes.CDLL(path).omp_set_num_threads
     except (OSError, StopIteration, AttributeError):
-        return lambda num_threads: None  # another OpenMP library: only speed is lost
+        return _leave_num_threads  # another OpenMP library: only speed is lost
     return function
+
+
+def _leave_num_threads(num_threads: int) -> None:
+    del num_threads
 
 
 _set_num_threads = _find_omp_set_num_threads()
 
 
 def thread_setter_address() -> int:
-    """The address of that function, for C++; 0 if there is none."""
-    if not isinstance(_set_num_threads, ctypes._CFuncPtr):
+    """The address of libgomp's function, for C++; 0 if there is none."""
+    if _set_num_threads is _leave_num_threads:
         return 0
-    return ctypes.cast(_set_num_threads, ctypes.c_void_p).value or 0
+    pointer = ctypes.cast(_set_num_threads, ctypes.c_void_p)  # type: ignore[arg-type]
+    return pointer.value or 0

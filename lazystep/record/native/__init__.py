@@ -1,6 +1,6 @@
 """The native front end: ops caught in C++, recorded without Python where nothing is new.
 
-`_C` is the extension (src/), `front_end` its Python side. Both are optional: without a compiler, or
+`_recorder` is the extension (src/), `front_end` its Python side. Both are optional: without a compiler, or
 with another torch than the one they were built for, the Python front end is used.
 """
 
@@ -38,7 +38,7 @@ def load(choice: str) -> ModuleType | None:
 def _find_problem() -> tuple[str, bool] | None:
     """Why the extension can't be used, and whether that is because there is none."""
     try:
-        extension = importlib.import_module("._C", __package__)
+        extension = importlib.import_module("._recorder", __package__)
     except ModuleNotFoundError:
         return "lazystep was installed without its native recorder", True
     except ImportError as error:

@@ -22,7 +22,7 @@ from ..python import dispatch as python_front_end
 from ..python.tensor import use_native
 from ..recorder import RecorderBase
 from ..source import user_source
-from . import _C, patches
+from . import _recorder, patches
 
 _aten = torch.ops.aten
 
@@ -48,27 +48,27 @@ class NativeRecorder(RecorderBase):
 
     def record(self, decision: Decision, operands: list[Handle], scalars: list[Any]) -> list[Handle]:
         """Append an op. Returns a handle for each result that is new, then one per rebound operand."""
-        return _C.record(decision, operands, scalars)
+        return _recorder.record(decision, operands, scalars)
 
     @property
     def num_entries(self) -> int:
         """How many entries the current recording has."""
-        return _C.num_entries()
+        return _recorder.num_entries()
 
-    is_pending = staticmethod(_C.is_pending)
-    index_in_current = staticmethod(_C.index_in_current)
-    cut = staticmethod(_C.cut)
-    peek = staticmethod(_C.peek)
-    guess_next = staticmethod(_C.guess_next)
+    is_pending = staticmethod(_recorder.is_pending)
+    index_in_current = staticmethod(_recorder.index_in_current)
+    cut = staticmethod(_recorder.cut)
+    peek = staticmethod(_recorder.peek)
+    guess_next = staticmethod(_recorder.guess_next)
 
 
 def register(recorder: NativeRecorder, names: Iterable[str]) -> None:
     """Catch ops on lazy tensors in C++, those of `names` by a kernel of their own. Once per process."""
-    use_native(_C)
-    use_classes(_C.Handle, _C.Storage)
+    use_native(_recorder)
+    use_classes(_recorder.Handle, _recorder.Storage)
     python_front_end.call = lambda func, args, kwargs: func(*args, **kwargs)
-    watch("max_instructions", _C.set_max_entries)
-    _C.connect(
+    watch("max_instructions", _recorder.set_max_entries)
+    _recorder.connect(
         traits=_traits,
         decide=_decide,
         dispatch=lambda func, args, kwargs: python_front_end.dispatch(func, args, kwargs),
@@ -77,11 +77,11 @@ def register(recorder: NativeRecorder, names: Iterable[str]) -> None:
         on_draw=lambda: metrics.count("random_draws"),
         set_num_threads=thread_setter_address(),
     )
-    _C.register_fallback()
+    _recorder.register_fallback()
     for name in dict.fromkeys(names):
         register_kernel(name)
     for packet in ("_sparse_compressed_tensor_unsafe", "_sparse_csr_tensor_unsafe"):
-        _C.register_sparse_kernel(f"aten::{packet}", "")
+        _recorder.register_sparse_kernel(f"aten::{packet}", "")
     patches.apply()
     patches.watch_explicit_kernels(register_kernel)
 
@@ -89,12 +89,12 @@ def register(recorder: NativeRecorder, names: Iterable[str]) -> None:
 def register_kernel(name: str) -> None:
     """Catch an op by its name (`aten::add.Tensor`): one that a fallback does not catch."""
     name, _, overload = name.partition(".")
-    _C.register_kernel(name, overload)
+    _recorder.register_kernel(name, overload)
 
 
 def refuse() -> None:
     """Hand every op to Python from now on, where it is refused."""
-    _C.refuse()
+    _recorder.refuse()
 
 
 def _traits(func: Any) -> tuple[int, Sequence[bool], bool, bool, bool]:

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 
 from ..python.tensor import LazyTensor
-from . import _C
+from . import _recorder
 
 _METHODS = (
     "__repr__",
@@ -51,7 +51,7 @@ def _refuse_torch_compile() -> None:
 
     @functools.wraps(original)
     def from_real_tensor(self: Any, fake_mode: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
-        if _C.is_lazy(t):
+        if _recorder.is_lazy(t):
             LazyTensor.__tensor_flatten__(t)
         return original(self, fake_mode, t, *args, **kwargs)
 
@@ -61,10 +61,9 @@ def _refuse_torch_compile() -> None:
 def _swap_parameters_in_conversions() -> None:
     """`module.to("lazy")` swaps parameters in place for wrapper subclasses, of which native lazy tensors
     are none: tied parameters stay tied, and optimizers keep theirs. Nothing else in that module asks."""
-    original = torch.nn.modules.module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
-    torch.nn.modules.module.is_traceable_wrapper_subclass = (  # type: ignore[attr-defined]
-        lambda tensor: _C.is_lazy(tensor) or original(tensor)
-    )
+    module: Any = torch.nn.modules.module
+    original = module.is_traceable_wrapper_subclass
+    module.is_traceable_wrapper_subclass = lambda tensor: _recorder.is_lazy(tensor) or original(tensor)
 
 
 def watch_explicit_kernels(register_kernel: Callable[[str], None]) -> None:
@@ -83,7 +82,7 @@ def watch_explicit_kernels(register_kernel: Callable[[str], None]) -> None:
 
 
 def _patch(name: str, original: Any, ours: Any) -> None:
-    is_lazy = _C.is_lazy
+    is_lazy = _recorder.is_lazy
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +97,9 @@ def _patch_data() -> None:
     ours: Any = LazyTensor.__dict__["data"]
 
     def assign(self: Any, other: Any) -> None:
-        (ours if _C.is_lazy(self) else original).__set__(self, other)
+        (ours if _recorder.is_lazy(self) else original).__set__(self, other)
 
-    torch.Tensor.data = property(original.__get__, assign)  # type: ignore[assignment, method-assign]
+    torch.Tensor.data = property(original.__get__, assign)  # type: ignore[assignment]
 
 
 def _plain_copy(tensor: torch.Tensor) -> Any:
@@ -111,5 +110,3 @@ def _plain_copy(tensor: torch.Tensor) -> Any:
 def _format(tensor: torch.Tensor, format_spec: str) -> Any:
     plain = tensor.detach().cpu() if tensor.dim() == 0 else tensor
     return plain.__format__(format_spec) if tensor.dim() == 0 else object.__format__(tensor, format_spec)
-
-

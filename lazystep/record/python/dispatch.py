@@ -389,8 +389,9 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
     def to_real(arg: Any) -> Any:
         if is_lazy(arg):
             if id(arg) not in aliases:
-                assert handle_of(arg).tensor is not None
-                alias = handle_of(arg).tensor.detach()
+                real = handle_of(arg).tensor
+                assert real is not None
+                alias = real.detach()
                 if needs_grad and arg.requires_grad:
                     alias.requires_grad_()
                 aliases[id(arg)] = arg, alias
@@ -407,7 +408,9 @@ def run_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason
         return _adopt_results(func, out, list(aliases.values()), writes)
 
 
-def _adopt_results(func: Any, out: Any, aliases: list[tuple[torch.Tensor, torch.Tensor]], writes: bool) -> Any:
+def _adopt_results(
+    func: Any, out: Any, aliases: list[tuple[torch.Tensor, torch.Tensor]], writes: bool
+) -> Any:
     storages: dict[int, Storage] = {}
     for tensor, real in aliases:
         handle = handle_of(tensor)

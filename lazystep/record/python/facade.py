@@ -94,9 +94,7 @@ def on_facades(func: Any) -> Callable[..., Any]:
     """A kernel for the composite `func` that takes the branch of CPU tensors."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(
-            lambda arg: _Enter.apply(arg) if is_lazy(arg) else arg, (args, kwargs)
-        )
+        args, kwargs = tree_map(lambda arg: _Enter.apply(arg) if is_lazy(arg) else arg, (args, kwargs))
         out = run_composite(func, args, kwargs)
         return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
 

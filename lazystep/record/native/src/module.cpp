@@ -1,5 +1,5 @@
 // The Python side of the native recorder: handles, storages, the recorder, and registration.
-// Typed in _C.pyi; used by record/native/front_end.py alone.
+// Typed in _recorder.pyi; used by record/native/front_end.py alone.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -308,6 +308,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("record", &record_from_python);
   module.def("num_entries", [] { return recorder().num_entries(); });
   module.def("num_lookups", [] { return recorder().num_lookups.load(); });
+  module.def("num_alive", [] { return std::make_pair(num_values.load(), num_aliases.load()); });
   module.def("num_calls_to_python", &num_calls_to_python);
   module.def("set_max_entries", [](size_t limit) { recorder().max_entries = limit; });
   module.def("is_pending", [](const Value& value) { return recorder().is_pending(value); });

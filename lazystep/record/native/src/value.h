@@ -54,10 +54,17 @@ struct PyBox : c10::intrusive_ptr_target {
 // Recordings are known by number, never by address: zero is no recording.
 using RecordingId = uint64_t;
 
+// How many there are, for tests that look for growth.
+inline std::atomic<int64_t> num_values{0};
+inline std::atomic<int64_t> num_aliases{0};
+
 // Memory that values are views of. Fields without a comment belong to the recorder's lock.
 struct Alias : c10::StorageImpl {
   explicit Alias(int64_t nbytes)
-      : StorageImpl(use_byte_size_t(), nbytes, c10::DataPtr(nullptr, lazy_device()), nullptr, false) {}
+      : StorageImpl(use_byte_size_t(), nbytes, c10::DataPtr(nullptr, lazy_device()), nullptr, false) {
+    ++num_aliases;
+  }
+  ~Alias() override { --num_aliases; }
 
   RecordingId recording = 0;  // that uses it now, as its storage `number`
   int64_t number = -1;
@@ -74,7 +81,8 @@ struct Alias : c10::StorageImpl {
 
 // A tensor value: its type, its memory and, once it has been computed, its real tensor.
 struct Value : c10::intrusive_ptr_target {
-  Value(Ptr<Type> type, Ptr<Alias> alias) : type(std::move(type)), alias(std::move(alias)) {}
+  Value(Ptr<Type> type, Ptr<Alias> alias) : type(std::move(type)), alias(std::move(alias)) { ++num_values; }
+  ~Value() override { --num_values; }
 
   Ptr<Type> type;
   Ptr<Alias> alias;
