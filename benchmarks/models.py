@@ -37,9 +37,10 @@ class Workload(NamedTuple):
     loss_fn: Callable[[Tensor, Tensor], Tensor]
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW as an ordinary script makes it: the implementation is torch's choice for the device."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def make_optimizer(model: nn.Module, **implementation: bool) -> torch.optim.Optimizer:
+    """AdamW as an ordinary script makes it: the implementation is torch's choice for the device, or
+    `foreach=True` or `fused=True`."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **implementation)
 
 
 def mlp(num_layers: int = 6, width: int = 256, batch_size: int = 64) -> Workload:

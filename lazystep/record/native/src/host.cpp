@@ -75,9 +75,9 @@ bool run_on_host(const c10::OperatorHandle& op, Stack* stack, bool written, bool
   for (const IValue& value : values) {
     if (value.isTensor()) {
       const Value& lazy = *as_lazy(value.toTensor().unsafeGetTensorImpl())->value();
+      const Type& type = *lazy.type;
       call.emplace_back(
-          written ? lazy.tensor
-                  : at::empty_strided(lazy.type->shape, lazy.type->stride, at::TensorOptions(lazy.type->dtype)));
+          written ? lazy.tensor : at::empty_strided(type.shape, type.stride, at::TensorOptions(type.dtype)));
     } else if (value.isDevice()) {
       call.emplace_back(c10::Device(c10::kCPU));
     } else {
@@ -85,7 +85,8 @@ bool run_on_host(const c10::OperatorHandle& op, Stack* stack, bool written, bool
     }
   }
   op.callBoxed(&call);
-  at::Tensor result = written ? values[0].toTensor() : to_lazy(std::move(call.back()).toTensor(), makes_pristine);
+  at::Tensor result =
+      written ? values[0].toTensor() : to_lazy(std::move(call.back()).toTensor(), makes_pristine);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(result));
   return true;

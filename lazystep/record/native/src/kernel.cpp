@@ -101,7 +101,8 @@ std::pair<py::tuple, py::dict> to_python(const OpTraits& traits, c10::ArrayRef<I
   for (size_t i = 0; i < given; ++i) args[i] = to_python(arguments[i], values[i]);
   py::dict kwargs;
   for (size_t i = traits.num_positional; i < values.size(); ++i) {
-    if (!is_default(arguments[i], values[i])) kwargs[arguments[i].name().c_str()] = to_python(arguments[i], values[i]);
+    if (is_default(arguments[i], values[i])) continue;
+    kwargs[arguments[i].name().c_str()] = to_python(arguments[i], values[i]);
   }
   return {std::move(args), std::move(kwargs)};
 }

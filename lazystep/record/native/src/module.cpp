@@ -76,7 +76,7 @@ struct Cells {
 
   // Give each value its tensor; null values are not wanted.
   void deliver(const py::list& tensors) const {
-    TORCH_CHECK(tensors.size() == values.size(), "a run has returned ", tensors.size(), " outputs of ", values.size());
+    TORCH_CHECK(tensors.size() == values.size(), "a run has returned ", tensors.size(), " outputs");
     for (size_t i = 0; i < values.size(); ++i) {
       if (values[i]) values[i]->tensor = THPVariable_Unpack(py::object(tensors[i]).ptr());
     }
@@ -115,6 +115,7 @@ struct Written {
 struct PythonCut {
   Cut cut;
   Ptr<Known> known;
+  size_t num_instructions = 0;
 
   py::tuple outputs() const {
     py::tuple indices(cut.live.size());
@@ -122,7 +123,8 @@ struct PythonCut {
     return indices;
   }
 
-  Cells inputs() const { return {cut.recording.inputs}; }
+  // Taken out, not copied: a barrier asks once.
+  Cells take_inputs() { return {std::move(cut.recording.inputs)}; }
 
   py::list scalars() const {
     py::list list(cut.recording.numbers.size());
@@ -294,13 +296,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<PythonCut>(module, "Cut")
       .def_readonly("known", &PythonCut::known)
       .def_property_readonly("outputs", &PythonCut::outputs)
-      .def_property_readonly("inputs", &PythonCut::inputs)
+      .def_property_readonly("inputs", &PythonCut::take_inputs)
       .def_property_readonly("scalars", &PythonCut::scalars)
       .def_property_readonly("written", &PythonCut::written)
       .def_property_readonly("started", [](const PythonCut& cut) { return cut.cut.recording.started; })
       .def_property_readonly(
           "num_instructions",
-          [](const PythonCut& cut) { return cut.cut.recording.num_entries - cut.cut.recording.inputs.size(); })
+          [](const PythonCut& cut) { return cut.num_instructions; })
       .def("cells", &PythonCut::cells)
       .def("commit", &PythonCut::commit);
 
@@ -316,6 +318,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("cut", []() -> py::object {
     PythonCut cut;
     if (!recorder().cut(cut.cut)) return py::none();
+    cut.num_instructions = cut.cut.recording.num_entries - cut.cut.recording.inputs.size();
     cut.known = recorder().identify(cut.cut.recording);
     return py::cast(std::move(cut));
   });

@@ -44,6 +44,12 @@ struct Known : c10::intrusive_ptr_target {
   // (Of its base: a struct can't hold a weak pointer to itself, being incomplete.)
   using Target = c10::intrusive_ptr_target;
   c10::weak_intrusive_ptr<Target> follower = c10::weak_intrusive_ptr<Target>::reclaim(nullptr);
+
+  // The table of known recordings holds a weak reference for a while: nothing but this struct stays.
+  void release_resources() override {
+    entries = {};
+    sources = {};
+  }
 };
 
 struct Recording {

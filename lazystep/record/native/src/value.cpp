@@ -20,11 +20,12 @@ std::unordered_map<PyObject*, Type*>& types() {
 
 }  // namespace
 
-Type::~Type() {
+void Type::forget() {
   if (!python || !Py_IsInitialized()) return;
   py::gil_scoped_acquire gil;
   auto found = types().find(python.get());
   if (found != types().end() && found->second == this) types().erase(found);
+  PyRef dropped = std::move(python);
 }
 
 Ptr<Type> type_from_python(PyObject* tensor_type) {

@@ -36,7 +36,12 @@ struct Type : c10::intrusive_ptr_target {
   c10::SmallVector<int64_t, 5> shape;
   c10::SmallVector<int64_t, 5> stride;
 
-  ~Type() override;
+  ~Type() override { forget(); }
+  // Here, too: the struct itself may be freed later, by who drops a weak reference under a lock.
+  void release_resources() override { forget(); }
+
+ private:
+  void forget();
 };
 
 // The type of a Python `TensorType`. Needs the GIL.
