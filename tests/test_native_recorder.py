@@ -1,4 +1,4 @@
-"""The native front end: it needs no Python in the steady state, keeps nothing, and says where it can't be used."""
+"""The native front end: no Python in the steady state, nothing kept, and what is said where it can not be used."""
 
 from __future__ import annotations
 
