@@ -1,4 +1,4 @@
-"""The native front end: no Python in the steady state, nothing kept, and what is said where it can not be used."""
+"""The native front end: no Python in the steady state, nothing kept, clear words where it can not be used."""
 
 from __future__ import annotations
 
