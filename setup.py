@@ -1,4 +1,8 @@
-"""The native recorder: an optional part of the build. Everything else stands in pyproject.toml."""
+"""The native recorder: an optional part of the build. Everything else stands in pyproject.toml.
+
+Built against the torch that is installed, so with `pip install --no-build-isolation`, or in place with
+`python setup.py build_ext --inplace`. An isolated build has no torch and leaves it out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,9 @@ def native() -> dict[str, object]:
     """The extension, built if torch and a compiler are there; without them the install goes on."""
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except ImportError as error:
+    except Exception as error:  # a torch that is broken here may still work where the package is used
+        if "build_ext" in sys.argv:
+            raise
         print(f"lazystep: no native recorder ({error}); the Python one will be used", file=sys.stderr)
         return {}
 
@@ -32,6 +38,7 @@ def native() -> dict[str, object]:
                 print(
                     f"lazystep: no native recorder ({reason}); the Python one will be used", file=sys.stderr
                 )
+                self.extensions = self.distribution.ext_modules = []  # nobody is to look for its file
 
         # `build_ext --inplace` is how developers ask for it: there a failure is a failure.
         @property

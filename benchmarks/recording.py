@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -61,12 +63,21 @@ class System(NamedTuple):
     wait: Callable[[], None]
 
 
+def has_native_recorder() -> bool:
+    """Whether it was built: known without importing lazystep, which reads its settings then."""
+    spec = importlib.util.find_spec("lazystep")
+    assert spec is not None
+    assert spec.origin is not None
+    return any(Path(spec.origin).parent.glob("record/native/_recorder*.so"))
+
+
 def load_system(name: str) -> System:
     """Import and start one system; only one per process."""
     if name == "eager":
         return System(name, "cpu", lambda: None, lambda: None)
     if name in ("lazystep", "python recorder"):
-        os.environ["LAZYSTEP_RECORDER"] = "auto" if name == "lazystep" else "python"
+        is_native = name == "lazystep" and has_native_recorder()
+        os.environ["LAZYSTEP_RECORDER"] = "native" if is_native else "python"
         import lazystep
 
         return System(name, "lazy", lazystep.mark_step, lazystep.wait_device_ops)

@@ -172,7 +172,9 @@ class Runtime:
         self.num_steps += 1
         self.last_program = program
         written = {number: storages[number] for number in variant.executable.written_storages}
-        run = Run(variant.executable, inputs, scalars, outputs, self.num_steps, _State(Written(written), program))
+        run = Run(
+            variant.executable, inputs, scalars, outputs, self.num_steps, _State(Written(written), program)
+        )
         for handle in inputs:
             handle.pristine = False
         for storage in written.values():

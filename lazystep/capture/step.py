@@ -18,6 +18,7 @@ from ..barrier import runtime
 from ..errors import LazyStepError
 from ..notices import LazyStepWarning, give_notices
 from ..program.difference import first_difference
+from ..record.device import IS_NATIVE
 from ..step_closures import DeviceContext, get_device_context
 from .recorded import RecordedCall
 from .replay import NotReplayableError, Replay, UnsettledError
@@ -29,6 +30,10 @@ _FIRST_AUDIT = 64
 _AUDIT_GROWTH = 4
 _MAX_CHANGES = 12
 _MAX_STATES = 4
+_NATIVE = (
+    "the native recorder does not tell which random numbers and host memory a step takes. "
+    "LAZYSTEP_RECORDER=python captures steps"
+)
 
 
 class CaptureError(LazyStepError):
@@ -102,7 +107,8 @@ class Step(Generic[P, R]):
         leaves = [_to_lazy(leaf) for leaf in leaves]
         context = get_device_context()
         runtime.flush()
-        captures = self._captures.setdefault((spec, *map(_kind, leaves, _aliases(leaves))), _Captures())
+        kinds = () if IS_NATIVE else map(_kind, leaves, _aliases(leaves))
+        captures = self._captures.setdefault((spec, *kinds), _Captures())
         result: R
         for replay in captures.replays:
             if not replay.guards.hold():
@@ -127,6 +133,9 @@ class Step(Generic[P, R]):
     def _record(
         self, captures: _Captures, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext
     ) -> R:
+        if IS_NATIVE:
+            self._fall_back(_NATIVE)
+            return self._run_plain(leaves, spec, context)
         call = self._record_once(leaves, spec, context)
         result: R = call.result
         call.drop_tensors()
@@ -165,6 +174,19 @@ class Step(Generic[P, R]):
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
         return RecordedCall(self._function, self._owner, leaves, spec, context, self._met, self._closures)
+
+    def _run_plain(self, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext) -> R:
+        """Run the function as an ordinary step, up to its barrier."""
+        self.num_recorded += 1
+        metrics.count("step_calls_recorded")
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        runtime.on_cut = lambda program: None  # steps called inside are part of this one
+        try:
+            result: R = self._function(*args, **kwargs)
+        finally:
+            runtime.on_cut = None
+        runtime.flush(context)
+        return result
 
     def _why_captured(self, number: int) -> str:
         if number > 1:

@@ -1,13 +1,12 @@
 """The native front end: ops caught in C++, recorded without Python where nothing is new.
 
-`_recorder` is the extension (src/), `front_end` its Python side. Both are optional: without a compiler, or
-with another torch than the one they were built for, the Python front end is used.
+`_recorder` is the extension (src/), `front_end` its Python side. Both are optional, and used where
+`LAZYSTEP_RECORDER=native` asks for them.
 """
 
 from __future__ import annotations
 
 import importlib
-import warnings
 from types import ModuleType
 
 import torch
@@ -20,30 +19,26 @@ _REMEDY = "Build it again: pip install --no-build-isolation --force-reinstall --
 def load(choice: str) -> ModuleType | None:
     """The front end for the setting `recorder`; None for the Python one.
 
-    `native` raises where the extension is missing or does not fit; `auto` warns where it does not fit.
+    `native` raises where the extension is missing or does not fit. `auto` is the Python one: only its
+    handlers tell capture (`@lazystep.step`) of draws and of memory from the host.
     """
-    if choice == "python":
+    if choice != "native":
         return None
     problem = _find_problem()
-    if problem is None:
-        return importlib.import_module(".front_end", __package__)
-    text, is_missing = problem
-    if choice == "native":
-        raise LazyStepError(f"LAZYSTEP_RECORDER=native: {text}. {_REMEDY}")
-    if not is_missing:
-        warnings.warn(f"{text}: the Python recorder is used. {_REMEDY}", RuntimeWarning, stacklevel=2)
-    return None
+    if problem:
+        raise LazyStepError(f"LAZYSTEP_RECORDER=native: {problem}. {_REMEDY}")
+    return importlib.import_module(".front_end", __package__)
 
 
-def _find_problem() -> tuple[str, bool] | None:
-    """Why the extension can't be used, and whether that is because there is none."""
+def _find_problem() -> str:
+    """Why the extension can't be used; empty if it can."""
     try:
         extension = importlib.import_module("._recorder", __package__)
     except ModuleNotFoundError:
-        return "lazystep was installed without its native recorder", True
+        return "lazystep was installed without its native recorder"
     except ImportError as error:
-        return f"lazystep's native recorder can't be loaded by torch {torch.__version__} ({error})", False
+        return f"lazystep's native recorder can't be loaded by torch {torch.__version__} ({error})"
     built, here = extension.torch_version, torch.__version__.partition("+")[0]
     if built != here:
-        return f"lazystep's native recorder was built for torch {built}, this is torch {here}", False
-    return None
+        return f"lazystep's native recorder was built for torch {built}, this is torch {here}"
+    return ""
