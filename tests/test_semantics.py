@@ -401,3 +401,18 @@ def test_in_place_on_a_dead_temporary_is_not_computed_but_on_a_live_view_is() ->
     program = lazystep.debug.last_program()
     assert [i.op for i in program.instructions] == ["aten.slice.Tensor", "aten.add_.Tensor"]
     assert x.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_running_statistics_are_read_after_their_step_and_kept_without_a_use() -> None:
+    """Batch norm updates them without saying so in its schema."""
+    torch.manual_seed(0)
+    eager = torch.nn.BatchNorm1d(3)
+    lazy = torch.nn.BatchNorm1d(3).to("lazy")
+    for number in range(4):
+        x = torch.randn(8, 3) + number
+        eager(x)
+        lazy(x.to("lazy"))  # nobody looks at the result
+        if number % 2:
+            lazystep.mark_step()
+        assert torch.equal(lazy.running_mean.cpu(), eager.running_mean)
+        assert torch.equal(lazy.running_var.cpu(), eager.running_var)

@@ -410,7 +410,11 @@ def _probe(
 
 
 def _written_operands(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Numbers of the operands that the schema says are written."""
+    """Numbers of the operands that the op writes: what its schema says, and what it does not."""
+    writes = facts.writes
+    if facts.name == "aten.native_batch_norm.default" and args[5]:
+        # Updates the running statistics in training; its schema keeps silent about it.
+        writes |= {"running_mean", "running_var"}
     written: list[int] = []
     number = 0
     names = [a.name for a in facts.func._schema.arguments]
@@ -418,7 +422,7 @@ def _written_operands(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, A
         leaves = arg if isinstance(arg, (list, tuple)) and not isinstance(arg, Operand) else (arg,)
         for leaf in leaves:
             if type(leaf) is Operand:
-                if name in facts.writes:
+                if name in writes:
                     written.append(number)
                 number += 1
     return written
