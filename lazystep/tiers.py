@@ -253,7 +253,7 @@ class _Loaded:
         self._builder = builder
         self._num_runs = 0
         self._is_checked = library.is_checked
-        self._num_threads = library.best_threads
+        self._num_threads: int | None = None
         # Thread count to the shortest run on it, until the choice has been made.
         self._shortest = dict.fromkeys({native.num_threads, 1}, float("inf"))
         if len(self._shortest) == 1 or not settings.tune_threads:
@@ -288,8 +288,8 @@ class _Loaded:
         outputs = self.native.run(inputs, scalars)
         self._shortest[num_threads] = min(self._shortest[num_threads], time.perf_counter() - start)
         if self._num_runs >= 2 * _TRIES:
+            # For this process alone: beside a busy neighbour one thread wins, and later it may not.
             self._num_threads = min(counts, key=self._shortest.__getitem__)
-            self._builder.note_threads(self.library, self._num_threads)
         return outputs
 
 

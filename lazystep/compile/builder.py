@@ -110,11 +110,6 @@ class Builder:
         if self._cache is not None:
             self._cache.mark_checked(library.key)
 
-    def note_threads(self, library: Library, num_threads: int) -> None:
-        """Remember on disk on how many threads this library runs fastest."""
-        if self._cache is not None:
-            self._cache.note_threads(library.key, num_threads)
-
     def close(self) -> None:
         """Stop building at once: kills the process and its compilers, drops what is queued."""
         with self._condition:

@@ -28,8 +28,7 @@ from ..config import settings
 
 LIBRARY, PROXY_NODES = "step.so", "step.json"
 _MANIFEST = "manifest.json"
-# What is learned of a library later, a file each: it agreed with the reference; its best thread count.
-_CHECKED, _THREADS = "checked", "threads"
+_CHECKED = "checked"  # an empty file: a first run has been compared with the reference
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -43,7 +42,6 @@ class Library(NamedTuple):
     path: Path
     key: str
     is_checked: bool
-    best_threads: int | None
     proxy_ops: tuple[str, ...]
 
 
@@ -94,10 +92,7 @@ class LibraryCache:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CacheError(f"the cache entry {key} is damaged ({error})") from error
         is_checked = (entry / _CHECKED).exists()
-        best_threads = None
-        with contextlib.suppress(OSError, ValueError):
-            best_threads = int((entry / _THREADS).read_text())
-        return Library(entry / LIBRARY, key, is_checked, best_threads, tuple(manifest["proxy_ops"]))
+        return Library(entry / LIBRARY, key, is_checked, tuple(manifest["proxy_ops"]))
 
     def temporary_directory(self) -> Path:
         """A new private directory on the same file system, to build in."""
@@ -135,11 +130,6 @@ class LibraryCache:
         """Remember that the library agreed with the reference executable on this machine."""
         with contextlib.suppress(OSError):
             (self._entries / key / _CHECKED).touch()
-
-    def note_threads(self, key: str, num_threads: int) -> None:
-        """Remember on how many threads the library runs fastest on this machine."""
-        with contextlib.suppress(OSError):
-            (self._entries / key / _THREADS).write_text(str(num_threads))
 
     def remove(self, key: str) -> None:
         """Remove an entry, in one piece: it is renamed away first."""
