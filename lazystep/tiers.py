@@ -15,6 +15,7 @@ import enum
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,8 +72,8 @@ class TieredExecutable:
         self._tiers = tiers
         self._reference = ReferenceExecutable(program)
         self._signature: Signature | None = None
-        # Appended to by the build thread, read by the executor: the newest goes first.
-        self._loaded: list[_Loaded] = []
+        self._loaded: list[_Loaded] = []  # the executor's alone
+        self._arrived: deque[_Loaded] = deque()  # from the build thread: the executor takes them over
         # (fixed scalars, threads) to how often they have come without a library.
         self._missed: dict[tuple[Any, ...], int] = {}
 
@@ -100,9 +101,9 @@ class TieredExecutable:
     def _choose(self, scalars: Sequence[Any]) -> _Loaded | None:
         """The library that fits, if it is loaded; asks for it if it is worth it."""
         num_threads = torch.get_num_threads()
-        for loaded in self._loaded:
-            if loaded.native.fits(scalars, num_threads):
-                return loaded
+        loaded = self._find_loaded(scalars, num_threads)
+        if loaded is not None:
+            return loaded
         if self.state is State.STAYS:
             return None
         if self._signature is None and not self._sign():
@@ -117,7 +118,7 @@ class TieredExecutable:
             library = self._tiers.builder.find(self.program, fixed, num_threads)
             if library is not None:
                 self._load(library, fixed, num_threads)
-                return self._loaded[-1] if self._loaded else None
+                return self._find_loaded(scalars, num_threads)
         is_due = settings.tier == "native" or misses >= settings.build_after
         if misses > settings.build_after or not is_due or not self._may_build():
             return None
@@ -126,8 +127,13 @@ class TieredExecutable:
         if settings.tier == "native":
             metrics.count("executor_waits_for_compile")
             done.wait(settings.build_timeout)
-            return next((one for one in self._loaded if one.native.fits(scalars, num_threads)), None)
+            return self._find_loaded(scalars, num_threads)
         return None
+
+    def _find_loaded(self, scalars: Sequence[Any], num_threads: int) -> _Loaded | None:
+        while self._arrived:
+            self._loaded.append(self._arrived.popleft())
+        return next((one for one in self._loaded if one.native.fits(scalars, num_threads)), None)
 
     def _sign(self) -> bool:
         try:
@@ -172,23 +178,24 @@ class TieredExecutable:
             call = load(library.path)
         except (RuntimeError, OSError) as error:
             self._stay("load", f"the library can't be loaded: {error}")
+            notice("load", f"a native library can't be loaded, the step runs as it was: {error}")
             return
         native = NativeExecutable(self.program, self._signature, call, fixed, num_threads)
         self._tiers.num_loaded += 1
         metrics.count("libraries_loaded")
         if library.proxy_ops:
             metrics.count("proxy_ops", len(library.proxy_ops))
-        self._loaded = [*self._loaded, _Loaded(native, library, self._tiers.builder)]
+        self._arrived.append(_Loaded(native, library, self._tiers.builder))
         self.state = State.NATIVE
 
     def _stay(self, kind: str, reason: str) -> None:
-        self.state = State.STAYS if not self._loaded else State.NATIVE
+        self.state = State.NATIVE if self._loaded or self._arrived else State.STAYS
         self.reason = reason
         metrics.count("programs_on_reference")
         metrics.count(f"programs_on_reference:{kind}")
 
     def _discard(self, loaded: _Loaded, kind: str, reason: str) -> None:
-        self._loaded = [one for one in self._loaded if one is not loaded]
+        self._loaded.remove(loaded)
         self._stay(kind, reason)
 
     # -- checking ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType
 from typing import Any
 
@@ -21,18 +21,12 @@ from torch.utils import _pytree as pytree
 
 from .. import metrics
 from ..barrier import CutProgram, runtime
-from ..record.handle import Handle
+from ..record.device import find_handle
 from ..record.recorder import Draw
 from ..record.source import user_line
 from ..step_closures import Added, DeviceContext
-from .places import Place, Reach
-from .traced import Expression, Trace, Traced, traced_math, true_value
-
-
-def handle_or_none(value: Any) -> Handle | None:
-    """The handle of a lazy tensor; None for anything else."""
-    handle = getattr(value, "_handle", None)
-    return handle if isinstance(handle, Handle) else None
+from .places import Reach
+from .traced import Expression, Pins, Trace, Traced, traced_math, true_value
 
 
 class HostState:
@@ -107,9 +101,10 @@ class RecordedCall:
         met.update(self.reach.optimizers)
         self.host_state = self._find_host_state()
         self.before = [place.get() for place in self.reach.tensors]
-        self._handles_before = {id(h): h for v in self.before if (h := handle_or_none(v)) is not None}
-        self.guards = Guards(self.reach)
+        self._handles_before = {id(h): h for v in self.before if (h := find_handle(v)) is not None}
+        self.guards = Guards(self.reach, self.host_state)
         self._cuts: list[str] = []
+        self._is_settled = False  # the function has returned: the next cut is the step's own
         self.draws: list[Draw] = []
         self.added: list[Added] = []
         self.result: Any = None
@@ -125,16 +120,19 @@ class RecordedCall:
         ]
         args, kwargs = pytree.tree_unflatten(traced, spec)
         num_syncs = metrics.counter_value("synchronizations")
+        stream = torch.get_rng_state()
         recorder.draws, context.log = self.draws, self.added
         runtime.on_cut = self._on_cut
         try:
-            with traced_math(), self._traced_groups(), self._traced_state():
+            with traced_math(), self._traced_groups(), self._traced_state(), Pins(self.host_state):
                 self.result = self._function(*args, **kwargs)
             if metrics.counter_value("synchronizations") != num_syncs or self._cuts:
                 lines = metrics.synchronizations()
                 where = self._cuts[0] if self._cuts else lines[0][1] if lines else "an unknown line"
                 self._refuse(f"it waits for a value, or ends a step, at {where}")
             self._settle()
+            if not self.reason and not self._draws_explain(stream):
+                self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
             runtime.flush(context)
             if self.program is None:
                 self._refuse("it records nothing")
@@ -146,7 +144,7 @@ class RecordedCall:
         self._find_lost_outputs()
 
     def _on_cut(self, cut: CutProgram) -> None:
-        if self.program is None and self._is_settled():
+        if self.program is None and self._is_settled:
             self.program = cut._replace(
                 inputs=list(cut.inputs), scalars=list(cut.scalars), outputs=list(cut.outputs)
             )
@@ -164,11 +162,6 @@ class RecordedCall:
             if found is not None:
                 cut.scalars[slot] = found.true
             self.scalars.append((cut.scalars[slot], None if found is None else found.expression))
-
-    _settled = False
-
-    def _is_settled(self) -> bool:
-        return self._settled
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -251,7 +244,24 @@ class RecordedCall:
                     f"it changes the optimizer's {self.host_state[key].name[-1]!r} in an unknown way"
                 )
         self.result_leaves, self.result_spec = pytree.tree_flatten(self.result)
-        self._settled = True
+        self._is_settled = True
+
+    def _draws_explain(self, stream: torch.Tensor) -> bool:
+        """Whether the draws that a replay repeats move the generator from `stream` to where it is now."""
+        now = torch.get_rng_state()
+        if not self.draws:
+            return torch.equal(stream, now)
+        others = {id(d.generator): d.generator for d in self.draws if d.generator is not None}
+        states = [(generator, generator.get_state()) for generator in others.values()]
+        torch.set_rng_state(stream)
+        try:
+            for draw in self.draws:
+                draw.again()
+            return torch.equal(torch.get_rng_state(), now)
+        finally:
+            torch.set_rng_state(now)
+            for generator, state in states:
+                generator.set_state(state)
 
     def owned_handles(self) -> set[int]:
         """The values that a replay can hand to whoever has them: results, closures' arguments, places."""
@@ -259,7 +269,7 @@ class RecordedCall:
         for added in self.added:
             leaves += pytree.tree_leaves((added.args, added.kwargs))
         leaves += self.after
-        return {id(h) for leaf in leaves if (h := handle_or_none(leaf)) is not None}
+        return {id(h) for leaf in leaves if (h := find_handle(leaf)) is not None}
 
     def _find_lost_outputs(self) -> None:
         if self.program is None or self.reason:
@@ -276,7 +286,7 @@ class RecordedCall:
             self.program.outputs[position] = None
         gc.collect()  # a value in a reference cycle is nobody's
         now = Reach(self._function, self._roots, self._closures)
-        held = {id(h) for place in now.tensors if (h := handle_or_none(place.get())) is not None}
+        held = {id(h) for place in now.tensors if (h := find_handle(place.get())) is not None}
         for position, reference in lost:
             handle = reference()
             if handle is not None and id(handle) in held:
@@ -284,19 +294,12 @@ class RecordedCall:
                 self.is_settling = True
             elif handle is not None:
                 value = self.program.variant.outputs[position]
-                maker = _maker_of(self.program, value)
-                self._refuse(f"a tensor made at {maker} is kept where a replay can't put a new one")
+                maker = self.program.variant.executable.program.maker_of(value)
+                self._refuse(f"the result of {maker} is kept where a replay can't put a new one")
 
     def drop_tensors(self) -> None:
         """Let go of everything that a later call does not have to be compared with."""
         self.result = None
-
-
-def _maker_of(program: CutProgram, value: int) -> str:
-    for instruction in program.variant.executable.program.instructions:
-        if value in instruction.defines():
-            return f"{instruction.where} ({instruction.op})"
-    return "an unknown line"
 
 
 class Guards:
@@ -305,8 +308,17 @@ class Guards:
     Asked at every replay, so it reads flat lists that were made once.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, host_state: Collection[int]) -> None:
+        """`host_state`: ids of the CPU tensors that a replay itself keeps up to date."""
         self._reach = reach
+        # A tensor on the host is known by its version: what is made from it inside is a constant until then.
+        self._host = [
+            place
+            for place in reach.tensors
+            if isinstance(value := place.get(), torch.Tensor)
+            and value.device.type == "cpu"
+            and id(value) not in host_state
+        ]
         self._slots = [(p.container, p.key) for p in reach.simple if p.kind == "item"]
         self._cells = [p for p in reach.simple if p.kind != "item"]
         fields = [module.__dict__ for module in reach.modules]
@@ -317,6 +329,7 @@ class Guards:
         self._objects = self._read_objects()
         self._flags = self._read_flags()
         self._groups = self._read_groups()
+        self._versions = self._read_versions()
 
     def _read_simple(self) -> list[Any]:
         return [container[key] for container, key in self._slots] + [place.get() for place in self._cells]
@@ -347,17 +360,20 @@ class Guards:
             if key != "params" and not _is_traced_kind(value)
         ]
 
+    def _read_versions(self) -> list[Any]:
+        values = (place.get() for place in self._host)
+        return [(id(value), getattr(value, "_version", None)) for value in values]
+
     def hold(self) -> bool:
         """Whether everything is as it was when the call began."""
         try:
-            objects = self._read_objects()
             return (
-                len(objects) == len(self._objects)
-                and all(map(operator.is_, objects, self._objects))
+                _are_same(self._read_objects(), self._objects)
                 and self._read_simple() == self._simple
                 and self._read_flags() == self._flags
                 and self._read_groups() == self._groups
                 and list(map(len, self._reach.sizes)) == self._sizes
+                and (not self._host or self._read_versions() == self._versions)
             )
         except (KeyError, IndexError):
             return False
@@ -370,13 +386,12 @@ class Guards:
         for name, mine, others in zip(names, self._simple, other._simple, strict=True):
             if type(mine) is not type(others) or mine != others:
                 return f"{name!r}, from {others!r} to {mine!r},"
-        same_objects = len(self._objects) == len(other._objects) and all(
-            map(operator.is_, self._objects, other._objects)
-        )
-        if not same_objects:
+        if not _are_same(self._objects, other._objects):
             return "its modules, parameters or optimizer state"
         if self._flags != other._flags:
             return "requires_grad, gradients or hooks"
+        if self._versions != other._versions:
+            return "a tensor on the CPU"
         return "an optimizer's options" if self._groups != other._groups else ""
 
     def find_side_effect(self) -> str:
@@ -396,16 +411,17 @@ class Guards:
                 return (
                     f"it changes the length of a {type(container).__name__} {sizes}, which a replay would not"
                 )
+        for place, before, after in zip(self._host, self._versions, self._read_versions(), strict=True):
+            if before != after:
+                return f"it changes {place.key or 'a variable'!r}, a CPU tensor, which a replay would not"
         return ""
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _is_traced_kind(value: Any) -> bool:
     return type(value) is float or (
         type(value) is tuple and bool(value) and all(type(v) is float for v in value)
     )
-
-
-def changed_places(call: RecordedCall) -> Sequence[tuple[Place, Any, Any]]:
-    """Places whose tensor is another object after the call: (place, before, after)."""
-    rows = zip(call.reach.tensors, call.before, call.after, strict=True)
-    return [(place, before, after) for place, before, after in rows if before is not after]

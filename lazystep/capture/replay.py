@@ -15,12 +15,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..barrier import runtime
-from ..program.program import Program, slots_of
+from ..record.device import find_handle
 from ..record.handle import Handle, handle_of_host_tensor
 from ..record.python.tensor import wrap
 from ..step_closures import Added, DeviceContext
 from .places import Place
-from .recorded import HostState, RecordedCall, handle_or_none
+from .recorded import HostState, RecordedCall
 from .traced import SOURCES, Expression, Traced, Writer, true_value
 
 
@@ -54,8 +54,53 @@ class _Context:
         return self.tensors[position]
 
 
+class _Recipes:
+    """Finds what a leaf of a recorded call's results is made of at a replay."""
+
+    def __init__(self, call: RecordedCall, expressions: list[Expression]) -> None:
+        assert call.program is not None
+        self._made = {id(h): n for n, h in enumerate(call.program.outputs) if h is not None}
+        self._arguments = {id(v): n for n, v in enumerate(call.leaves) if isinstance(v, torch.Tensor)}
+        self._places = {
+            id(v): place
+            for place, v in zip(call.reach.tensors, call.after, strict=True)
+            if isinstance(v, torch.Tensor)
+        }
+        self._expressions = expressions  # of the replay: numbers among the leaves are added
+
+    def is_made(self, value: Any) -> bool:
+        """Whether the step itself made this tensor."""
+        handle = find_handle(value)
+        return handle is not None and id(handle) in self._made
+
+    def find(self, old: Any, new: Any, what: str) -> Recipe:
+        """How to make `new`, which stands where the earlier call had `old`."""
+        if self.is_made(new):
+            position = self._made[id(find_handle(new))]
+            return lambda context: context.output(position)
+        if id(new) in self._arguments:
+            number = self._arguments[id(new)]
+            return lambda context: context.leaves[number]
+        if isinstance(new, torch.Tensor):
+            if id(new) in self._places:
+                place = self._places[id(new)]
+                return lambda context: place.get()
+            if old is new or old is None:
+                return lambda context: new
+            raise NotReplayableError(
+                f"it {what} a tensor that the step did not make, another one in each call"
+            )
+        if type(new) is Traced:
+            self._expressions.append(new.expression)
+            index = len(self._expressions) - 1
+            return lambda context: context.numbers[index]
+        if old is new or what == "keeps" or (type(old) is type(new) and _same(old, new)):
+            return lambda context: new
+        raise NotReplayableError(f"it {what} {old!r} in one call and {new!r} in the next")
+
+
 class Replay:
-    """Does what a recorded call did, without its Python. `is_valid` must be asked before each `run`."""
+    """Does what a recorded call did, without its Python. `guards` must hold before each `run`."""
 
     def __init__(self, earlier: RecordedCall, call: RecordedCall) -> None:
         """Raises `NotReplayableError`."""
@@ -66,70 +111,81 @@ class Replay:
         self.variant = call.program.variant
         self.guards = call.guards
         self._program = self.variant.executable.program
+        self._types = [self._program.values[value].type for value in self._program.inputs]
         self._expressions: list[Expression] = []
         self._bind_inputs(earlier, call)
         self._find_scalars(earlier, call)
         self._find_outputs(earlier, call)
         self._evaluate = self._write(call)
-        self._types = [self._program.values[value].type for value in self._program.inputs]
 
     # -- binding -------------------------------------------------------------------------------------
 
     def _bind_inputs(self, earlier: RecordedCall, call: RecordedCall) -> None:
+        """Find out for every input where a replay reads it."""
         assert earlier.program is not None
         assert call.program is not None
-        self._draws = [draw.again for draw in call.draws]
         if len(earlier.draws) != len(call.draws):
             raise NotReplayableError("it draws another number of random tensors in each call")
-        found: dict[int, Place] = {}
-        for place, value in zip(call.reach.tensors, call.before, strict=True):
-            if (handle := handle_or_none(value)) is not None:
-                found.setdefault(id(handle), place)
-        arguments = {id(h): n for n, v in enumerate(call.leaves) if (h := handle_or_none(v)) is not None}
+        # Positions of inputs, by what they are.
+        self._items: list[tuple[int, Any, Any]] = []  # places that are read most quickly
+        self._slots: list[tuple[int, Place]] = []
+        self._arguments: list[tuple[int, int]] = []
+        self._constants: list[tuple[int, Handle]] = []
+        # Tensors that each replay makes anew: draws, in the order in which they were drawn (one that is used
+        # by nothing has moved the stream on all the same: position -1), and constants that do not last.
+        self._fresh: list[tuple[int, Callable[[], torch.Tensor]]] = [(-1, d.again) for d in call.draws]
         drawn_at = {id(draw.handle): n for n, draw in enumerate(call.draws)}
-        # (how, which): read at each replay, in this order.
-        self._sources: list[tuple[str, Any]] = []
-        pairs = zip(earlier.program.inputs, call.program.inputs, strict=True)
-        for position, (before, now) in enumerate(pairs):
+        arguments = {id(h): n for n, v in enumerate(call.leaves) if (h := find_handle(v)) is not None}
+        places: dict[int, Place] = {}
+        for place, value in zip(call.reach.tensors, call.before, strict=True):
+            if (handle := find_handle(value)) is not None:
+                places.setdefault(id(handle), place)
+        lasting = []
+        for position, now in enumerate(call.program.inputs):
+            lasting.append(now)
             if id(now) in arguments:
-                self._sources.append(("argument", arguments[id(now)]))
-            elif id(now) in drawn_at and id(now) not in found:
-                self._sources.append(("draw", drawn_at[id(now)]))
-            elif id(now) in found:
-                self._sources.append(("place", found[id(now)]))
-            elif before is now:
-                self._sources.append(("handle", now))
-            elif position in call.constants and self._is_constant(earlier, call, position):
-                self._sources.append(("handle", handle_of_host_tensor(call.constants[position].clone())))
+                self._arguments.append((position, arguments[id(now)]))
+            elif id(now) in places:
+                place = places[id(now)]
+                if place.kind == "item":
+                    self._items.append((position, place.container, place.key))
+                else:
+                    self._slots.append((position, place))
+            elif id(now) in drawn_at:
+                self._fresh[drawn_at[id(now)]] = position, call.draws[drawn_at[id(now)]].again
+                lasting.pop()
+            elif earlier.program.inputs[position] is now:
+                self._constants.append((position, now))
             else:
-                where = _first_use(self._program, self._program.inputs[position])
-                raise NotReplayableError(
-                    f"the tensor used at {where} is another one in each call; make it an argument of the step"
-                )
-        self._storages = self._storage_pattern(
-            [h for h, (how, _) in zip(call.program.inputs, self._sources, strict=True) if how != "draw"]
-        )
-        sources = list(enumerate(self._sources))
-        places = [(n, which) for n, (how, which) in sources if how == "place"]
-        self._items = [(n, p.container, p.key) for n, p in places if p.kind == "item"]
-        self._slots = [(n, p) for n, p in places if p.kind != "item"]
-        self._constants = [(n, which) for n, (how, which) in sources if how == "handle"]
-        self._arguments = [(n, which) for n, (how, which) in sources if how == "argument"]
-        # In the order in which they were drawn, not in that of the inputs.
-        drawn = sorted((which, n) for n, (how, which) in sources if how == "draw")
-        self._drawn = [(n, self._draws[which]) for which, n in drawn]
-        if len(drawn) != len(self._draws):
-            # Drawn for nothing: the stream has moved on all the same.
-            used = dict(drawn)
-            self._drawn = [(used.get(n, -1), again) for n, again in enumerate(self._draws)]
+                constant = self._constant(earlier, call, position)
+                if self._is_lasting(position):
+                    self._constants.append((position, handle_of_host_tensor(constant)))
+                else:
+                    self._fresh.append((position, constant.clone))
+                    lasting.pop()
+        self._storages = self._storage_pattern(lasting)
         self._last_state: list[Any] = []
         self._state_storages: set[int] = set()
 
-    @staticmethod
-    def _is_constant(earlier: RecordedCall, call: RecordedCall, position: int) -> bool:
-        before, now = earlier.constants.get(position), call.constants[position]
-        is_same = before is not None and before.dtype == now.dtype and before.shape == now.shape
-        return is_same and before is not None and torch.equal(before, now)
+    def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
+        """The tensor that both calls have made on the host with the same values."""
+        assert call.program is not None
+        before, now = earlier.constants.get(position), call.constants.get(position)
+        user = self._program.user_of(self._program.inputs[position])
+        if before is None or now is None or before.dtype != now.dtype or not torch.equal(before, now):
+            raise NotReplayableError(
+                f"the tensor taken by {user} is another one in each call; make it an argument of the step"
+            )
+        storage = call.program.inputs[position].storage
+        if sum(handle.storage is storage for handle in call.program.inputs) > 1:
+            raise NotReplayableError(f"the tensor taken by {user} shares memory; make it an argument")
+        return now.clone()
+
+    def _is_lasting(self, position: int) -> bool:
+        """Whether an input still has its values when the step has run and the caller has its results."""
+        storage = self._program.values[self._program.inputs[position]].storage
+        is_output = any(self._program.values[value].storage == storage for value in self.variant.outputs)
+        return not is_output and storage not in self.variant.executable.written_storages
 
     def _storage_pattern(self, handles: Sequence[Handle]) -> list[int]:
         """A number per input, equal where inputs share memory; nothing if none do."""
@@ -152,60 +208,32 @@ class Replay:
                 self._expressions.append(value)
             else:
                 raise NotReplayableError(
-                    f"the number in {_slot_user(self._program, slot)} was {old_value!r} and then {value!r}, "
-                    "and a replay can't compute it; make it an argument of the step"
+                    f"the number in {self._program.user_of_slot(slot)} was {old_value!r} and then {value!r}, "
+                    "and a replay can't compute it; only numbers that go from an argument into ops can vary"
                 )
 
     # -- what comes out --------------------------------------------------------------------------------
 
     def _find_outputs(self, earlier: RecordedCall, call: RecordedCall) -> None:
-        assert call.program is not None
-        self._made = {id(h): n for n, h in enumerate(call.program.outputs) if h is not None}
-        self._argument_ids = {id(v): n for n, v in enumerate(call.leaves) if isinstance(v, torch.Tensor)}
-        self._place_ids = {
-            id(v): place
-            for place, v in zip(call.reach.tensors, call.after, strict=True)
-            if isinstance(v, torch.Tensor)
-        }
+        recipes = _Recipes(call, self._expressions)
         if earlier.result_spec != call.result_spec:
             raise NotReplayableError("it returns another structure in each call")
         pairs = zip(earlier.result_leaves, call.result_leaves, strict=True)
-        self._results = [self._recipe(old, new, "returns") for old, new in pairs]
+        self._results = [recipes.find(old, new, "returns") for old, new in pairs]
         self._result_spec = call.result_spec
         self._rebinds: list[tuple[Place, Recipe]] = []
         for place, before, after in zip(call.reach.tensors, call.before, call.after, strict=True):
             if before is not after:
-                self._rebinds.append((place, self._recipe(None, after, "keeps")))
+                self._rebinds.append((place, recipes.find(None, after, "keeps")))
         if len(earlier.added) != len(call.added):
             raise NotReplayableError("it adds another number of closures in each call")
-        self._closures = [self._closure(old, new) for old, new in zip(earlier.added, call.added, strict=True)]
+        self._closures = [
+            self._closure(old, new, recipes) for old, new in zip(earlier.added, call.added, strict=True)
+        ]
 
-    def _recipe(self, old: Any, new: Any, what: str) -> Recipe:
-        handle = handle_or_none(new)
-        if handle is not None and id(handle) in self._made:
-            position = self._made[id(handle)]
-            return lambda context: context.output(position)
-        if id(new) in self._argument_ids:
-            number = self._argument_ids[id(new)]
-            return lambda context: context.leaves[number]
-        if isinstance(new, torch.Tensor):
-            if id(new) in self._place_ids:
-                place = self._place_ids[id(new)]
-                return lambda context: place.get()
-            if old is new or old is None:
-                return lambda context: new
-            raise NotReplayableError(
-                f"it {what} a tensor that the step did not make, another one in each call"
-            )
-        if type(new) is Traced:
-            self._expressions.append(new.expression)
-            index = len(self._expressions) - 1
-            return lambda context: context.numbers[index]
-        if old is new or what == "keeps" or (type(old) is type(new) and _same(old, new)):
-            return lambda context: new
-        raise NotReplayableError(f"it {what} {old!r} in one call and {new!r} in the next")
-
-    def _closure(self, old: Added, new: Added) -> tuple[Added, list[Recipe], pytree.TreeSpec]:
+    def _closure(
+        self, old: Added, new: Added, recipes: _Recipes
+    ) -> tuple[Added, list[Recipe], pytree.TreeSpec]:
         same_code = getattr(old.function, "__code__", old.function) is getattr(
             new.function, "__code__", new.function
         )
@@ -214,19 +242,15 @@ class Replay:
         if not same_code or old_spec != spec or old.throttle is not new.throttle:
             raise NotReplayableError(f"the closure added at {new.where} is another one in each call")
         for cell in getattr(new.function, "__closure__", None) or ():
-            handle = handle_or_none(Place(cell, None, "cell").get())
-            if handle is not None and id(handle) in self._made:
+            if recipes.is_made(Place(cell, None, "cell").get()):
                 raise NotReplayableError(
                     f"the closure added at {new.where} captures a tensor of the step; pass it in args"
                 )
-        recipes = []
-        for before, now in zip(old_leaves, leaves, strict=True):
-            try:
-                recipes.append(self._recipe(before, now, "passes"))
-            except NotReplayableError as error:
-                raise NotReplayableError(f"the closure added at {new.where}: {error}") from None
-        plain = new._replace(args=(), kwargs={})
-        return plain, recipes, spec
+        try:
+            found = [recipes.find(a, b, "passes") for a, b in zip(old_leaves, leaves, strict=True)]
+        except NotReplayableError as error:
+            raise NotReplayableError(f"the closure added at {new.where}: {error}") from None
+        return new._replace(args=(), kwargs={}), found, spec
 
     # -- numbers ---------------------------------------------------------------------------------------
 
@@ -299,11 +323,13 @@ class Replay:
         handles = self._inputs(leaves)
         if handles is None:
             return False, None
+        # Before anything moves on: a wait that fails loses nothing.
+        runtime.executor.wait_for_room()
         numbers = self._evaluate(leaves)
         if numbers is None:
             return False, None
-        for position, again in self._drawn:
-            tensor = again()
+        for position, make in self._fresh:
+            tensor = make()
             if position >= 0:
                 handles[position] = handle_of_host_tensor(tensor)
         self.num_runs += 1
@@ -323,7 +349,7 @@ class Replay:
         return True, result
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """The handles of all inputs, draws left out; None if they are not of the captured types."""
+        """The handles of all inputs, fresh ones left out; None if they are not of the captured types."""
         handles: list[Any] = [None] * len(self._types)
         try:
             for position, container, key in self._items:
@@ -382,18 +408,3 @@ def _same(a: Any, b: Any) -> bool:
         return bool(true_value(a) == true_value(b))
     except Exception:
         return False
-
-
-def _first_use(program: Program, value: int) -> str:
-    for instruction in program.instructions:
-        if value in instruction.reads():
-            return f"{instruction.where} ({instruction.op})"
-    return "an unknown line"
-
-
-def _slot_user(program: Program, slot: int) -> str:
-    for instruction in program.instructions:
-        arguments = (*instruction.args, *(arg for _, arg in instruction.kwargs))
-        if any(slot in slots_of(arg) for arg in arguments):
-            return f"{instruction.op} at {instruction.where}"
-    return "an unknown op"

@@ -18,6 +18,7 @@ from ..barrier import runtime
 from ..errors import LazyStepError
 from ..notices import LazyStepWarning, give_notices
 from ..program.difference import first_difference
+from ..program.types import TensorType
 from ..record.device import IS_NATIVE
 from ..step_closures import DeviceContext, get_device_context
 from .recorded import RecordedCall
@@ -30,6 +31,7 @@ _FIRST_AUDIT = 64
 _AUDIT_GROWTH = 4
 _MAX_CHANGES = 12
 _MAX_STATES = 4
+_MAX_KINDS = 16
 _NATIVE = (
     "the native recorder does not tell which random numbers and host memory a step takes. "
     "LAZYSTEP_RECORDER=python captures steps"
@@ -78,11 +80,12 @@ class Step(Generic[P, R]):
         self._max_captures = max_captures
         self._owner: Any = None
         self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}
-        self._captures: dict[Hashable, _Captures] = {}
+        self._captures: dict[tuple[Any, ...], _Captures] = {}
+        self._num_new_kinds = 0  # calls in a row whose arguments were of a kind not seen before
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._closures: set[CodeType] = set()
         self._warned: set[str] = set()
-        self._reasons: list[str] = []
+        self._reasons: dict[str, str] = {}  # the last of each kind
         self.num_recorded = 0
         self.num_replayed = 0
 
@@ -108,7 +111,7 @@ class Step(Generic[P, R]):
         context = get_device_context()
         runtime.flush()
         kinds = () if IS_NATIVE else map(_kind, leaves, _aliases(leaves))
-        captures = self._captures.setdefault((spec, *kinds), _Captures())
+        captures = self._captures_of((spec, *kinds))
         result: R
         for replay in captures.replays:
             if not replay.guards.hold():
@@ -127,6 +130,21 @@ class Step(Generic[P, R]):
         context.async_failures()
         give_notices(stacklevel=2)
         return result
+
+    def _captures_of(self, kind: tuple[Any, ...]) -> _Captures:
+        """What is known of calls of this kind. Kinds that have not repeated lately are forgotten."""
+        captures = self._captures.get(kind)
+        if captures is not None:
+            self._num_new_kinds = 0
+            return captures
+        self._num_new_kinds += 1
+        if self._num_new_kinds == _MAX_CHANGES:
+            self._fall_back(f"{_kind_difference(next(reversed(self._captures)), kind)} in each call")
+        idle = [key for key, one in self._captures.items() if not one.replays]
+        if len(idle) >= _MAX_KINDS:
+            del self._captures[idle[0]]
+        self._captures[kind] = _Captures()
+        return self._captures[kind]
 
     # -- recording -----------------------------------------------------------------------------------
 
@@ -161,6 +179,7 @@ class Step(Generic[P, R]):
                 return result
             try:
                 captures.replays.insert(0, Replay(earlier, call))
+                captures.recent.remove(call)  # it holds on to the tensors of its step
                 captures.next_audit = _FIRST_AUDIT
                 metrics.count("captures")
                 self._note(self._why_captured(len(captures.replays)))
@@ -200,15 +219,13 @@ class Step(Generic[P, R]):
         metrics.count("captures_refused")
         if self._fullgraph:
             raise CaptureError(message)
-        # Numbers differ from call to call; the reason is the same.
-        kind = re.sub(r"-?\d[\d.e+-]*", "#", reason)
+        kind = _without_numbers(reason)
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(message, LazyStepWarning, stacklevel=4)
 
     def _note(self, text: str) -> None:
-        if text not in self._reasons:
-            self._reasons.append(text)
+        self._reasons[_without_numbers(text)] = text
 
     # -- audits --------------------------------------------------------------------------------------
 
@@ -257,7 +274,7 @@ class Step(Generic[P, R]):
             f"{name}: recorded {self.num_recorded} times, replayed {self.num_replayed} times, "
             f"{num_captures} captures"
         ]
-        rows += [f"  {reason}" for reason in self._reasons]
+        rows += [f"  {reason}" for reason in self._reasons.values()]
         for _, bound in self._bound.values():
             rows.append(bound.explain())
         return "\n".join(rows)
@@ -332,6 +349,11 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
     return ""
 
 
+def _without_numbers(text: str) -> str:
+    """What a reason is about: numbers in it differ from call to call."""
+    return re.sub(r"-?\d[\d.e+-]*", "#", text)
+
+
 def _to_lazy(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
         return leaf.to("lazy")
@@ -344,12 +366,25 @@ def _aliases(leaves: list[Any]) -> list[int]:
     return [first.setdefault(id(leaf), number) for number, leaf in enumerate(leaves)]
 
 
+def _kind_difference(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+    """Which argument is of another kind, and what to do about it."""
+    if old[0] != new[0]:
+        return "its arguments have another structure"
+    number = next(n for n, (a, b) in enumerate(zip(old[1:], new[1:], strict=True)) if a != b)
+    if isinstance(new[number + 1][0], TensorType):
+        return f"argument {number} is a tensor of another shape or type"
+    return (
+        f"argument {number} ({new[number + 1][0].__name__}) has another value, which is part of the step; "
+        "pass a number that varies as a float or a tensor"
+    )
+
+
 def _kind(leaf: Any, alias: int) -> Hashable:
     """What has to be the same for a call to be of the same kind."""
     if isinstance(leaf, torch.Tensor):
         return leaf._handle.type, leaf.requires_grad, alias  # type: ignore[attr-defined]
     if type(leaf) is float:
-        return float
+        return (float,)
     try:
         hash(leaf)
     except TypeError:

@@ -5,7 +5,8 @@ an expression. Optimizers and user code compute with them as with any float. But
 a torch op comes out as a plain double, without its expression; so every traced number carries a *tag*, a
 tiny perturbation that makes its double unlike any other, by which it is recognized among the scalars of
 the recording. There the true value is put back before the step runs: nothing is ever computed from a
-tagged number. Comparisons use true values and become guards of the replay.
+tagged number. Comparisons use true values and become guards of the replay; so does every use by a
+function that computes with the number itself, out of sight: it gets the true value (`Pins`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ import contextlib
 import math
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..record.device import is_lazy
 
 Expression = Any  # a float, or a tuple: ("name", ...) of a source, ("+", left, right), ("sqrt", argument)
 
@@ -138,26 +145,30 @@ class Traced(float):
         return float.__float__(self)
 
     def __int__(self) -> int:
-        return int(self._pin())
+        return int(self.pin())
 
     __trunc__ = __int__
 
     def __round__(self, ndigits: Any = None) -> Any:
-        return round(self._pin(), ndigits)
+        return round(self.pin(), ndigits)
 
     def __floor__(self) -> int:
-        return math.floor(self._pin())
+        return math.floor(self.pin())
 
     def __ceil__(self) -> int:
-        return math.ceil(self._pin())
+        return math.ceil(self.pin())
 
     def __floordiv__(self, other: Any) -> Any:
-        return self._pin() // true_value(other)
+        return self.pin() // true_value(other)
 
     def __mod__(self, other: Any) -> Any:
-        return self._pin() % true_value(other)
+        return self.pin() % true_value(other)
 
-    def _pin(self) -> float:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        pinned = [i.pin() if type(i) is Traced else i for i in inputs]
+        return getattr(ufunc, method)(*pinned, **kwargs)
+
+    def pin(self) -> float:
         """The true value, for code that takes it out of sight: a replay has to have the same one."""
         self.trace.guards[("==", self.expression, self.true)] = True
         return self.true
@@ -235,6 +246,64 @@ def traced_math() -> Iterator[None]:
     finally:
         for name, function in originals.items():
             setattr(math, name, function)
+
+
+# Functions that hand a number to one op as it is. Those of the first kind do so in their backward, too.
+_OPERATORS = ("add", "sub", "mul", "div", "truediv")
+_PASS_WITH_GRAD = frozenset(
+    (
+        *_OPERATORS,
+        *(f"{side}{name}" for side in "ri" for name in _OPERATORS),
+        *("true_divide", "eq", "ne", "lt", "le", "gt", "ge", "clamp", "clamp_min", "clamp_max"),
+    )
+)
+_PASS = _PASS_WITH_GRAD | frozenset(
+    (
+        *("addcmul", "addcdiv", "lerp", "pow", "rpow", "fill", "maximum", "minimum"),
+        *("fused_sgd", "fused_adam", "fused_adamw", "fused_adagrad"),
+    )
+)
+
+
+class Pins(TorchFunctionMode):
+    """Gives true numbers to every torch function that may compute with them before an op sees them.
+
+    `F.dropout` takes its probability from one; the backward of `pow` takes one from its exponent; an op on
+    the CPU runs at once. What they make of a number can't be followed, so a replay needs the same number.
+    `host_state`: ids of tensors on the CPU that are followed.
+    """
+
+    def __init__(self, host_state: Collection[int]) -> None:
+        super().__init__()
+        self._host_state = host_state
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, with pinned numbers unless it is known to pass them on."""
+        del types
+        kwargs = kwargs or {}
+        if any(map(_has_traced, (*args, *kwargs.values()))) and not self._passes_on(func, args, kwargs):
+            args, kwargs = pytree.tree_map_only(Traced, Traced.pin, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _passes_on(self, func: Any, args: Any, kwargs: Any) -> bool:
+        name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
+        if name not in _PASS:
+            return False
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(id(tensor) in self._host_state for tensor in tensors):
+            return True
+        if not any(map(is_lazy, tensors)):
+            return False
+        has_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        # `alpha` and its like are negated in backward formulas.
+        is_plain = name in _PASS_WITH_GRAD and not any(map(_has_traced, kwargs.values()))
+        return is_plain or not has_grad
+
+
+def _has_traced(arg: Any) -> bool:
+    if type(arg) in (list, tuple):
+        return any(map(_has_traced, arg))
+    return type(arg) is Traced
 
 
 class Writer:

@@ -35,6 +35,9 @@ from .key import NoCompilerError, environment, inductor_options, library_key
 COMMAND = (sys.executable, "-m", "lazystep.compile.worker")
 _MAX_CRASHES = 3
 _POLL_SECONDS = 0.2
+# Failures of the machine or its tools, which the user can do something about; other reasons are
+# properties of the program, and `debug.explain` tells them.
+_UNEXPECTED = ("compiler", "crash", "timeout", "system", "internal")
 
 
 class BuildError(Exception):
@@ -143,6 +146,11 @@ class Builder:
             if isinstance(result, BuildError) and not self._closed:
                 metrics.count("builds_failed")
                 metrics.count(f"builds_failed:{result.kind}")
+                if result.kind in _UNEXPECTED:
+                    reason = str(result).strip().partition("\n")[0]
+                    notice(
+                        f"build {result.kind}", f"a step can't be made native and runs as it was: {reason}"
+                    )
             if result is not None and not self._closed:
                 request.deliver(result)
             with self._condition:
@@ -213,7 +221,7 @@ class Builder:
         try:
             answer = self._ask(cache, request, text, directory)
             if "error" in answer:
-                raise BuildError(answer["kind"], answer["error"])
+                raise BuildError(answer["kind"], _with_line(answer, request.program))
             manifest = {
                 **environment(),
                 "options": inductor_options(request.num_threads),
@@ -323,6 +331,13 @@ class Builder:
             if pipe is not None:
                 with contextlib.suppress(OSError):  # a request that it never read
                     pipe.close()
+
+
+def _with_line(answer: Mapping[str, Any], program: Program) -> str:
+    """What the builder says of a program that it can't build, with the user's line where it knows the op."""
+    position = answer.get("position")
+    where = "" if position is None else f" (recorded at {program.instructions[position].where})"
+    return f"{answer['error']}{where}"
 
 
 def _number_text(value: Any) -> str:

@@ -27,7 +27,11 @@ _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class LoweringError(Exception):
-    """An instruction can't be lowered. The message names its op; the cause is torch's error."""
+    """An instruction can't be lowered: its position in the program; the cause is torch's error."""
+
+    def __init__(self, op: str, position: int, error: Exception) -> None:
+        super().__init__(f"{op}: {type(error).__name__}: {error}")
+        self.position = position
 
 
 def lower(
@@ -88,11 +92,11 @@ class _Interpreter:
 
     def run(self) -> list[torch.Tensor]:
         """Run every instruction; the values that the signature returns."""
-        for instruction in self._program.instructions:
+        for position, instruction in enumerate(self._program.instructions):
             try:
                 self._run_instruction(instruction)
             except Exception as error:
-                raise LoweringError(f"{instruction.op}: {type(error).__name__}: {error}") from error
+                raise LoweringError(instruction.op, position, error) from error
         return [self._tensors[value] for value in self._returned]
 
     def _run_instruction(self, instruction: Instruction) -> None:

@@ -74,8 +74,7 @@ def call_with_scalars(instruction: Instruction, args: Sequence[Any], kwargs: dic
     bound = _bind(instruction.op, args, kwargs)
     in_place = resolve_op(instruction.op)._schema.is_mutable  # type: ignore[attr-defined]
     if name in _RULES:
-        rule = functools.partial(_RULES[name], overload=instruction.op.rsplit(".", 1)[1])
-        result = _in_opmath(rule, bound, out)
+        result = _in_opmath(_RULES[name], bound, out)
     else:
         op = resolve_op(instruction.op)
         if in_place:
@@ -112,7 +111,7 @@ def expand_foreach(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iter
 
 def run_plain(name: str, bound: dict[str, Any], in_place: bool, dtype: torch.dtype) -> torch.Tensor:
     """One element of a foreach op, through the rule of the plain op."""
-    result: torch.Tensor = _in_opmath(functools.partial(_RULES[name], overload=""), bound, dtype)
+    result: torch.Tensor = _in_opmath(_RULES[name], bound, dtype)
     if in_place:
         bound["self"].copy_(result)
         return bound["self"]  # type: ignore[no-any-return]
@@ -134,73 +133,71 @@ def base_name(op: str) -> str:
 # -- rules ---------------------------------------------------------------------------------------
 
 
-def _add(self: Any, other: Any, alpha: Any = None, overload: str = "") -> Any:
+def _add(self: Any, other: Any, alpha: Any = None) -> Any:
     return self + (other if _is_one(alpha) else other * alpha)
 
 
-def _sub(self: Any, other: Any, alpha: Any = None, overload: str = "") -> Any:
+def _sub(self: Any, other: Any, alpha: Any = None) -> Any:
     return self - (other if _is_one(alpha) else other * alpha)
 
 
-def _rsub(self: Any, other: Any, alpha: Any = None, overload: str = "") -> Any:
+def _rsub(self: Any, other: Any, alpha: Any = None) -> Any:
     return other - (self if _is_one(alpha) else self * alpha)
 
 
-def _div(self: Any, other: Any, rounding_mode: str | None = None, overload: str = "") -> Any:
+def _div(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     return torch.div(self, other, rounding_mode=rounding_mode)
 
 
-def _addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = None, overload: str = "") -> Any:
+def _addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = None) -> Any:
     product = tensor1 * tensor2
     return self + (product if _is_one(value) else product * value)
 
 
-def _addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = None, overload: str = "") -> Any:
+def _addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = None) -> Any:
     # In eager's order: (value * tensor1) / tensor2.
     return self + (tensor1 if _is_one(value) else tensor1 * value) / tensor2
 
 
-def _lerp(self: Any, end: Any, weight: Any, overload: str = "") -> Any:
+def _lerp(self: Any, end: Any, weight: Any) -> Any:
     # Eager's formula, which is exact at both ends, chosen by the number alone: no blend per element.
     small = weight.abs() < 0.5
     base = torch.where(small, self, end)
     return base + torch.where(small, weight, weight - 1) * (end - self)
 
 
-def _clamp(self: Any, min: Any = None, max: Any = None, overload: str = "") -> Any:
+def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     return torch.clamp(self, _as_tensor(min, self), _as_tensor(max, self))
 
 
-def _fill(self: Any, value: Any, overload: str = "") -> Any:
+def _fill(self: Any, value: Any) -> Any:
     return torch.empty_like(self).copy_(value)
 
 
-def _full(size: Any, fill_value: Any, dtype: Any = None, overload: str = "", **_: Any) -> Any:
+def _full(size: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Any:
     return torch.empty(size, dtype=dtype).copy_(fill_value)
 
 
-def _full_like(
-    self: Any, fill_value: Any, dtype: Any = None, memory_format: Any = None, overload: str = "", **_: Any
-) -> Any:
+def _full_like(self: Any, fill_value: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> Any:
     kept = memory_format or torch.preserve_format
     return torch.empty_like(self, dtype=dtype, memory_format=kept).copy_(fill_value)
 
 
-def _scalar_tensor(s: Any, dtype: Any = None, overload: str = "", **_: Any) -> Any:
+def _scalar_tensor(s: Any, dtype: Any = None, **_: Any) -> Any:
     return torch.empty((), dtype=dtype).copy_(s)
 
 
-def _masked_fill(self: Any, mask: Any, value: Any, overload: str = "") -> Any:
+def _masked_fill(self: Any, mask: Any, value: Any) -> Any:
     return torch.where(mask, value.to(self.dtype), self)
 
 
-def _where(condition: Any, self: Any, other: Any, overload: str = "") -> Any:
+def _where(condition: Any, self: Any, other: Any) -> Any:
     return torch.where(condition, self, other)
 
 
 def _binary(name: str) -> Callable[..., Any]:
     function = getattr(torch, name)
-    return lambda self, other, overload="": function(self, other)
+    return lambda self, other: function(self, other)
 
 
 _RULES: dict[str, Callable[..., Any]] = {
@@ -213,8 +210,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "addcdiv": _addcdiv,
     "lerp": _lerp,
     "clamp": _clamp,
-    "clamp_min": lambda self, min, overload="": _clamp(self, min=min),
-    "clamp_max": lambda self, max, overload="": _clamp(self, max=max),
+    "clamp_min": lambda self, min: _clamp(self, min=min),
+    "clamp_max": lambda self, max: _clamp(self, max=max),
     "maximum": _binary("maximum"),
     "minimum": _binary("minimum"),
     "fill": _fill,

@@ -45,6 +45,8 @@ def main() -> None:
             traceback.print_exc()
             text = str(error).strip() or type(error).__name__
             answer = {"error": text[:4000], "kind": _kind_of(error)}
+            # The user's lines stayed with the parent: it names the one of this instruction.
+            answer["position"] = getattr(error, "position", None)
         answer["seconds"] = time.perf_counter() - start
         answer["id"] = request["id"]
         print(json.dumps(answer), file=answers)

@@ -65,8 +65,7 @@ def describe(program: Program, found: Sequence[Difference]) -> str:
     lines = []
     for value, relative in sorted(found, key=lambda d: made.get(d.value, -1))[:5]:
         if value in made:
-            instruction = program.instructions[made[value]]
-            origin = f"{instruction.op} at {instruction.where}"
+            origin = program.instructions[made[value]].label
         else:
             origin = "an input"
         lines.append(f"%{value} ({origin}) by {relative:.2g} of its magnitude")

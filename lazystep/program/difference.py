@@ -14,9 +14,9 @@ def first_difference(old: Program, new: Program) -> str:
     pairs = itertools.zip_longest(old.instructions, new.instructions)
     for position, (before, now) in enumerate(pairs):
         if now is None:
-            return f"it ends {len(old.instructions) - position} instructions earlier, before {_name(before)}"
+            return f"it ends {len(old.instructions) - position} instructions earlier, before {before.label}"
         if before is None:
-            return f"it goes on for {len(new.instructions) - position} more instructions, from {_name(now)}"
+            return f"it goes on for {len(new.instructions) - position} more instructions, from {now.label}"
         text = _instruction_difference(old, new, before, now)
         if text:
             return text
@@ -41,15 +41,15 @@ def _common_length(old: Program, new: Program) -> tuple[int, int]:
 
 def _instruction_difference(old: Program, new: Program, before: Instruction, now: Instruction) -> str:
     if before.op != now.op:
-        return f"{_name(now)} stands where {before.op} was"
+        return f"{now.label} stands where {before.op} was"
     named_before = [*enumerate(before.args), *before.kwargs]
     named_now = [*enumerate(now.args), *now.kwargs]
     if len(named_before) != len(named_now):
-        return f"{_name(now)} has {len(named_now)} arguments, it had {len(named_before)}"
+        return f"{now.label} has {len(named_now)} arguments, it had {len(named_before)}"
     for (name, a), (_, b) in zip(named_before, named_now, strict=True):
         text = _argument_difference(old, new, a, b)
         if text:
-            return f"argument {name!r} of {_name(now)} is {text}"
+            return f"argument {name!r} of {now.label} is {text}"
     return ""
 
 
@@ -74,13 +74,9 @@ def _output_difference(old: Program, new: Program) -> str:
     maker = {value: i for i in new.instructions for value in i.defines()}
     more = [value for value in new.outputs if value not in old.outputs]
     if more:
-        made = f", made by {_name(maker[more[0]])}" if more[0] in maker else ""
+        made = f", made by {maker[more[0]].label}" if more[0] in maker else ""
         return f"{len(more)} more values are alive at the barrier{made}"
     return f"{len(old.outputs) - len(new.outputs)} fewer values are alive at the barrier"
-
-
-def _name(instruction: Instruction) -> str:
-    return f"{instruction.op} ({instruction.where})"
 
 
 def _show(arg: Any) -> str:

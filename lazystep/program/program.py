@@ -101,10 +101,19 @@ class Instruction(NamedTuple):
             if value not in self.results:
                 yield value
 
+    def slots(self) -> set[int]:
+        """The scalar slots among the arguments."""
+        return {slot for arg in (*self.args, *(arg for _, arg in self.kwargs)) for slot in slots_of(arg)}
+
     @property
     def where(self) -> str:
         """The user's line, for messages."""
         return str(self.source) if self.source is not None else "an unknown line"
+
+    @property
+    def label(self) -> str:
+        """The op and the user's line, for messages."""
+        return f"{self.op} at {self.where}"
 
 
 def _refs(args: tuple[Arg, ...]) -> Iterator[int]:
@@ -147,8 +156,19 @@ class Program:
 
     def used_slots(self) -> set[int]:
         """The scalars that an instruction still takes: pruning leaves slots that nobody reads."""
-        arguments = [a for i in self.instructions for a in (*i.args, *(arg for _, arg in i.kwargs))]
-        return {slot for arg in arguments for slot in slots_of(arg)}
+        return {slot for instruction in self.instructions for slot in instruction.slots()}
+
+    def maker_of(self, value: int) -> str:
+        """The instruction that makes a value, for messages."""
+        return _label(i for i in self.instructions if value in i.defines())
+
+    def user_of(self, value: int) -> str:
+        """The first instruction that takes a value, for messages."""
+        return _label(i for i in self.instructions if value in i.reads())
+
+    def user_of_slot(self, slot: int) -> str:
+        """The first instruction that takes a scalar, for messages."""
+        return _label(i for i in self.instructions if slot in i.slots())
 
     def storage_writes(self) -> dict[int, int]:
         """Input storages that are written: storage number to the first instruction that writes it."""
@@ -159,6 +179,11 @@ class Program:
                 if self.storages[storage].is_input:
                     first.setdefault(storage, position)
         return first
+
+
+def _label(found: Iterator[Instruction]) -> str:
+    first = next(found, None)
+    return "no instruction" if first is None else first.label
 
 
 def resolve_op(name: str) -> Callable[..., Any]:

@@ -80,20 +80,22 @@ def signature_of(program: Program, fixed: Collection[int]) -> Signature:
     shared = _shared_storages(program)
     for value in program.outputs:
         type_, storage = program.values[value]
-        _check(type_, f"output %{value}")
+        _check(type_, f"the result of {program.maker_of(value)}")
         if program.storages[storage].is_input:
             if storage not in number_of:
-                raise NotCallableError(f"output %{value} lives in an input that nothing uses")
+                raise NotCallableError(f"the result %{value} lives in an input that nothing uses")
             outputs.append(Output(Where.ARGUMENT, number_of[storage], type_))
             continue
         root = value
         if storage in shared or type_.offset or not _is_dense(type_):
             root = first[storage]
             root_type = program.values[root].type
-            _check(root_type, f"value %{root}")
+            _check(root_type, f"the result of {program.maker_of(root)}")
             covers = root_type.offset == 0 and _is_dense(root_type) and root_type.extent >= type_.extent
             if not covers or root_type.dtype != type_.dtype:
-                raise NotCallableError(f"output %{value} is a view of memory that no value covers")
+                raise NotCallableError(
+                    f"the result of {program.maker_of(value)} is a view of memory that no value covers"
+                )
         number = returned.setdefault(root, len(returned))
         where = Where.RETURNED if root == value else Where.VIEW
         outputs.append(Output(where, number, type_))
@@ -115,7 +117,7 @@ def _arguments(program: Program, used: set[int]) -> tuple[Argument, ...]:
     for position, value in enumerate(program.inputs):
         if value in used:
             type_, storage = program.values[value]
-            _check(type_, f"input %{value}")
+            _check(type_, f"the tensor taken by {program.user_of(value)}")
             views.setdefault(storage, []).append((position, type_))
     arguments = []
     for storage, inputs in views.items():
@@ -125,7 +127,8 @@ def _arguments(program: Program, used: set[int]) -> tuple[Argument, ...]:
             arguments.append(Argument(position, type_, storage, False))
             continue
         if any(t.dtype != type_.dtype for _, t in inputs) or nbytes % type_.dtype.itemsize:
-            raise NotCallableError(f"input storage s{storage} is seen as several data types")
+            user = program.user_of(program.inputs[position])
+            raise NotCallableError(f"the memory of the tensor taken by {user} is seen as several data types")
         size = (nbytes // type_.dtype.itemsize,)
         arguments.append(Argument(position, tensor_type(type_.dtype, size, (1,)), storage, True))
     return tuple(arguments)

@@ -197,10 +197,14 @@ class Cut:
 
 
 class Draw(NamedTuple):
-    """Random numbers or fresh memory from the host: the value they became, and how to get them again."""
+    """Random numbers or fresh memory from the host: the value they became, and how to get them again.
+
+    `generator`: the caller's own, if it is not the default one.
+    """
 
     handle: Handle
     again: Callable[[], torch.Tensor]
+    generator: torch.Generator | None
 
 
 class RecorderBase:

@@ -509,7 +509,7 @@ def _log_draw(handle: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str
             )
             return drawn
 
-    _recorder.draws.append(Draw(handle, again))
+    _recorder.draws.append(Draw(handle, again, kwargs.get("generator")))
 
 
 # -- handlers ----------------------------------------------------------------------------------
