@@ -96,10 +96,10 @@ class Outcome:
     """What a run ended with: a tree of results, or the error that it raised.
 
     `rng_state`: the default generator's state afterwards. `raised_late`: the error came from the
-    barrier, not from the line that recorded the op.
+    barrier, not from the line that recorded the op. Without a `barrier` the values are still to come.
     """
 
-    def __init__(self, run: Callable[[], Any], device: str) -> None:
+    def __init__(self, run: Callable[[], Any], device: str, *, barrier: bool = True) -> None:
         self.tree: Any = None
         self.error: Exception | None = None
         self.raised_late = False
@@ -108,7 +108,7 @@ class Outcome:
             self.tree = run()
             # Below the barrier: draws take place while recording.
             self.rng_state = torch.get_rng_state()
-            if device != "cpu":
+            if device != "cpu" and barrier:
                 self.raised_late = True
                 lazystep.mark_step(wait=True)
         except Exception as error:

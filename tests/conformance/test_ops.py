@@ -104,7 +104,9 @@ def pick_samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool, number: in
     return list(pick(pool, number))
 
 
-def call(function: Callable[..., Any], sample: SampleInput, device: str, *, grad: bool) -> Outcome:
+def call(
+    function: Callable[..., Any], sample: SampleInput, device: str, *, grad: bool, barrier: bool = True
+) -> Outcome:
     """Run a function on a copy of a sample: its outputs, gradients and arguments afterwards."""
     args, kwargs = copy_inputs(((sample.input, *sample.args), sample.kwargs), device)
     if not grad:
@@ -124,7 +126,7 @@ def call(function: Callable[..., Any], sample: SampleInput, device: str, *, grad
         result["same"] = [given.index(id(t)) if id(t) in given else None for t in tensors_in(out)]
         return result
 
-    return Outcome(run, device)
+    return Outcome(run, device, barrier=barrier)
 
 
 def gradients(out: Any, leaves: list[torch.Tensor]) -> Any:
