@@ -27,7 +27,6 @@ from .compile.cache import Library
 from .compile.scalars import fixed_slots
 from .config import settings
 from .execute.compare import Results, describe, differences, perturb
-from .execute.executable import InstructionError
 from .execute.native import NativeExecutable, UnfitError, load
 from .execute.reference import ReferenceExecutable
 from .notices import notice
@@ -212,9 +211,12 @@ class TieredExecutable:
         metrics.count("native_checks")
         try:
             actual = self._labelled(copies, loaded.native.run(list(copies), scalars), written)
-        except InstructionError as error:
+        except UnfitError:
+            raise
+        except Exception as error:
             # On copies: nothing is lost. If memory has run out, the reference will say so itself.
-            self._discard(loaded, "failed", f"its library failed: {error.__cause__}")
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            self._discard(loaded, "failed", f"its library failed: {reason}")
             return self._reference.run(inputs, scalars)
         outputs = self._reference.run(inputs, scalars)
         expected = self._labelled(state, outputs, written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,7 @@ BENCHMARK_MODELS: dict[str, Callable[[], models.Workload]] = {
 def test_benchmark_models_replayed(name: str) -> None:
     workload = BENCHMARK_MODELS[name]()
     assert_replayed_equals_eager(
-        200,
+        500,
         lambda p: torch.optim.AdamW(p, lr=1e-3),
         lambda: BENCHMARK_MODELS[name]().model,
         workload.make_batch,
@@ -142,14 +143,35 @@ def test_benchmark_models_replayed(name: str) -> None:
     )
 
 
-def test_native_replay_stays_close_to_eager() -> None:
+# Losses of 500 native steps, as a fraction of eager's: over the first 20, and over all. Where a ReLU flips on
+# an activation that is zero but for rounding, or AdamW normalizes a gradient that is, the curves part.
+NATIVE_TOLERANCES = {"mlp": (1e-5, 1e-1), "gpt": (1e-5, 1e-3), "conv": (1e-4, 1e-1), "lstm": (1e-5, 1e-3)}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", NATIVE_TOLERANCES if os.environ.get("LAZYSTEP_NATIVE_OPS") else ["lstm"])
+def test_five_hundred_native_replays_stay_close_to_eager(name: str) -> None:
+    workload = BENCHMARK_MODELS[name]()
+    args = (
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        500,
+        lambda: BENCHMARK_MODELS[name]().model,
+        workload.make_batch,
+        workload.loss_fn,
+    )
     runtime.programs.clear()
-    want, _, _, _ = train("cpu", OPTIMIZERS["AdamW"], 60)
+    want, _, _, _ = train("cpu", *args)
     with config.override(tier="native"):
-        got, _, _, function = train("lazy", OPTIMIZERS["AdamW"], 60)
-    assert function.num_replayed >= 55
-    assert count("native_executions") >= 50
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-4, atol=0)
+        got, _, logged, function = train("lazy", *args)
+    assert function.num_recorded <= 8, function.explain()
+    assert count("native_executions") >= 490
+    assert count("native_mismatches") == 0
+    assert len(logged) == 500
+    distances = [abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)]
+    print(f"{name}: losses {max(distances[:20]):.1e} over 20 steps, {max(distances):.1e} over 500")
+    first, last = NATIVE_TOLERANCES[name]
+    assert max(distances[:20]) <= first
+    assert max(distances) <= last
 
 
 def test_replay_records_nothing_and_runs_once() -> None:

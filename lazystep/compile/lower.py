@@ -20,8 +20,6 @@ from ..program.signature import Signature
 from ..program.types import TensorType
 from .scalars import FreeScalar, base_name, call_with_scalars, expand_foreach, run_plain
 
-# The CPU kernel writes the running statistics without saying so in its schema.
-_HONEST = {"aten.native_batch_norm.default": "aten._native_batch_norm_legit.default"}
 # Aliases that would cost a copy after functionalization.
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -131,7 +129,9 @@ class _Interpreter:
                 dtypes = [self._program.values[v].type.dtype for v in values]
                 return [run_plain(name, e, in_place, d) for e, d in zip(elements, dtypes, strict=True)]
             return call_with_scalars(instruction, args, kwargs, self._program.values[results[0]].type.dtype)
-        return resolve_op(_HONEST.get(instruction.op, instruction.op))(*args, **kwargs)
+        if instruction.op == "aten.native_batch_norm.default":
+            return _batch_norm(*args)
+        return resolve_op(instruction.op)(*args, **kwargs)
 
     def _fill(self, arg: Arg) -> Any:
         if type(arg) is Ref:
@@ -150,6 +150,13 @@ def _view_form(op: str) -> Callable[..., Any]:
     if packet not in _VIEW_FORMS:
         raise NotImplementedError("the op changes the size of an argument in place")
     return resolve_op(f"{namespace}.{packet.removesuffix('_')}.{overload}")
+
+
+def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any) -> Any:
+    """The op writes the running statistics without saying so in its schema: call those that say it."""
+    if mean is None:
+        return torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, *rest)
+    return torch.ops.aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, *rest)
 
 
 def _has_free(arg: Any) -> bool:

@@ -9,6 +9,7 @@ hold the interpreter lock.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from ..program.program import Program
-from ..program.signature import Signature, Where
+from ..program.signature import Argument, Signature, Where
 from ..program.types import type_of
 from .executable import InstructionError
 from .reference import relayout
@@ -46,9 +47,9 @@ class NativeExecutable:
         self._signature = signature
         self._fixed = tuple(fixed.items())
         self._call = call
-        self._expected = [
-            (a.position, a.type.dtype, a.type.shape, a.type.stride, a.is_flat) for a in signature.arguments
-        ]
+        # What was found right at the last run: the tensor, weakly, and its address. Parameters and optimizer
+        # state are the same tensors from step to step.
+        self._checked: list[tuple[Callable[[], Any], int]] = [(_nothing, 0)] * len(signature.arguments)
 
     def fits(self, scalars: Sequence[Any], num_threads: int) -> bool:
         """Whether the library was built for these fixed scalars and for this number of threads."""
@@ -58,7 +59,7 @@ class NativeExecutable:
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         """See `Executable.run`. Raises `UnfitError` before anything has run."""
-        arguments = self._arguments(inputs)
+        arguments, addresses = self._arguments(inputs)
         inputs.clear()
         signature = self._signature
         flat = list(arguments)
@@ -72,37 +73,38 @@ class NativeExecutable:
             position = _failed_position(self.program, str(error))
             raise InstructionError(position, all_started=True) from error.with_traceback(None)
         del flat
-        return self._outputs(arguments, returned)
+        return self._outputs(arguments, addresses, returned)
 
-    def _arguments(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], set[int]]:
+        """The library's arguments, and the addresses of their memory. Every one has been checked."""
         arguments = []
-        memory = set()
+        addresses = set()
         num_empty = 0
-        for position, dtype, shape, stride, is_flat in self._expected:
-            tensor = inputs[position]
-            storage = tensor.untyped_storage()
-            if is_flat:
-                if shape[0] * dtype.itemsize > storage.nbytes():
-                    raise UnfitError(f"input {position} has {storage.nbytes()} bytes of memory")
-                tensor = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape, (1,))
-            if tensor.dtype != dtype or tensor.shape != shape or tensor.stride() != stride:
-                raise UnfitError(f"input {position} is {type_of(tensor)}")
-            if tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() or not tensor.is_cpu:
-                raise UnfitError(f"input {position} is {type_of(tensor)} on {tensor.device}")
-            address = storage.data_ptr()
+        checked = self._checked
+        for number, expected in enumerate(self._signature.arguments):
+            tensor = inputs[expected.position]
+            known, address = checked[number]
+            # The same tensor where it was: nobody changes the type of a tensor that a handle holds.
+            if known() is not tensor or tensor.data_ptr() != address:
+                argument = _checked_argument(expected, tensor)
+                address = _base_address(argument)
+                if argument is tensor:
+                    checked[number] = weakref.ref(tensor), address
+                tensor = argument
             num_empty += address == 0
-            memory.add(address)
+            addresses.add(address)
             arguments.append(tensor)
-        if len(memory) + max(num_empty - 1, 0) != len(arguments):
+        if len(addresses) + max(num_empty - 1, 0) != len(arguments):
             raise UnfitError("two inputs share their memory")
-        return arguments
+        return arguments, addresses
 
-    def _outputs(self, arguments: list[torch.Tensor], returned: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _outputs(
+        self, arguments: list[torch.Tensor], taken: set[int], returned: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         values = self.program.values
-        taken = {a.untyped_storage().data_ptr() for a in arguments}
         for number, value in enumerate(self._signature.returned):
             declared, tensor = values[value].type, returned[number]
-            address = tensor.untyped_storage().data_ptr()
+            address = _base_address(tensor)
             is_shared = address in taken and address != 0
             taken.add(address)
             if is_shared or tensor.stride() != declared.stride or tensor.storage_offset():
@@ -115,6 +117,31 @@ class NativeExecutable:
                 memory = returned[number] if where is Where.VIEW else arguments[number]
                 outputs.append(memory.as_strided(type_.shape, type_.stride, type_.offset))
         return outputs
+
+
+def _nothing() -> None:
+    return None
+
+
+def _base_address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins. By the tensor: an empty one may have a storage that can't be asked."""
+    address = int(tensor.data_ptr())
+    return address - int(tensor.storage_offset()) * tensor.itemsize if address else 0
+
+
+def _checked_argument(expected: Argument, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as the library takes it. Raises `UnfitError`."""
+    position, type_ = expected.position, expected.type
+    if expected.is_flat:
+        storage = tensor.untyped_storage()
+        if type_.shape[0] * type_.dtype.itemsize > storage.nbytes():
+            raise UnfitError(f"input {position} has {storage.nbytes()} bytes of memory")
+        tensor = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, type_.shape, (1,))
+    if tensor.dtype != type_.dtype or tensor.shape != type_.shape or tensor.stride() != type_.stride:
+        raise UnfitError(f"input {position} is {type_of(tensor)}")
+    if tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() or not tensor.is_cpu:
+        raise UnfitError(f"input {position} is {type_of(tensor)} on {tensor.device}")
+    return tensor
 
 
 def load(library: Path) -> Call:

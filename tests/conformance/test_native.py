@@ -38,6 +38,15 @@ A_FEW_OPS = (
 A_FEW_MODULES = ("nn.BatchNorm2d", "nn.Embedding", "nn.LSTM", "nn.LayerNorm")
 A_FEW_OPTIMS = (("AdamW", "loop"), ("SGD", "foreach"))
 NUM_OPTIM_STEPS = 6
+# Operators whose programs stay on the reference executable, and part of the reason.
+STAYS = {
+    **NOT_LOWERED,
+    # torch's proxy executor and its code generator do not agree on this op's arguments: found by the check.
+    "hash_tensor": "its library failed: Mismatch between ints consumed",
+    # Custom ops in Python, though torch's own.
+    "nn.functional.linear_cross_entropy.chunked": "is not one of torch's own ops",
+    "nn.functional.linear_cross_entropy.chunked_none": "is not one of torch's own ops",
+}
 
 # One recorded part of a program: its name, and the function that records it and returns its results.
 Part = tuple[str, Callable[[str], Outcome]]
@@ -62,21 +71,23 @@ def dozens(names: Sequence[Any], size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "names", dozens([n for n in OPS if n not in NOT_LOWERED], 12) if ALL else [A_FEW_OPS], ids=None
+    "names", dozens([n for n in OPS if n not in STAYS], 12) if ALL else [A_FEW_OPS], ids=None
 )
 def test_operators_as_a_library(names: tuple[str, ...], counts: Counts) -> None:
     parts = [part for name in names for part in operator_parts(name)]
     check_natively(parts, counts)
 
 
-@pytest.mark.parametrize("name", NOT_LOWERED if ALL else [COMPLEX[0], "resize_"])
+@pytest.mark.parametrize("name", STAYS if ALL else [COMPLEX[0], "resize_"])
 def test_operator_that_stays_on_the_reference(name: str, counts: Counts) -> None:
     (_, run), *_ = operator_parts(name)
     eager, lazy = run("cpu"), run("lazy")
     lazystep.mark_step(wait=True)
-    compare(name, eager, lazy)
-    assert metrics.counter_value("native_executions") == metrics.counter_value("native_checks") == 0
-    assert any(NOT_LOWERED[name] in reason for reason in reasons())
+    if eager.error is None:
+        compare(name, eager, lazy)
+    assert type(eager.error) is type(lazy.error)
+    assert metrics.counter_value("native_executions") == 0
+    assert any(STAYS[name] in reason for reason in reasons())
     counts.add("operators on reference")
 
 
@@ -117,7 +128,7 @@ def check_natively(parts: Sequence[Part], counts: Counts) -> None:
     for _ in range(2):
         lazy = {name: run("lazy") for name, run in parts}
         lazystep.mark_step(wait=True)
-    stays = [reason for reason in reasons() if not any(kind in reason for kind in NOT_LOWERED.values())]
+    stays = [reason for reason in reasons() if not any(kind in reason for kind in STAYS.values())]
     if stays and len(parts) > 1:
         half = len(parts) // 2
         runtime.programs.clear()
