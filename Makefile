@@ -39,11 +39,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# All tables and plots, and every goal as met or missed: an hour of a machine that does nothing else.
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.recording
-	$(BIN)/python -m benchmarks.closures
-	$(BIN)/python -m benchmarks.overlap
-	$(BIN)/python -m benchmarks.steps
+	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	$(BIN)/python -m benchmarks
 
 # Optional: what `bench` compares with beyond torch. An environment of its own, so that JAX's numpy is no matter of ours.
 bench-peers: $(JAX_VENV)/installed

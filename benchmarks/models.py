@@ -180,3 +180,9 @@ def lstm(num_steps: int = 24, width: int = 64, batch_size: int = 16) -> Workload
 
 
 MODELS: dict[str, Callable[..., Workload]] = {"mlp": mlp, "gpt": gpt, "conv": conv, "lstm": lstm}
+
+
+def make_workload(name: str) -> Workload:
+    """A model by its name, or one of another width: `gpt:64`."""
+    kind, _, width = name.partition(":")
+    return MODELS[kind](width=int(width)) if width else MODELS[kind]()

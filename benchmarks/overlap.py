@@ -25,13 +25,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.goals import Goal, Numbers, to_table
 from benchmarks.link import LOOPBACK, End, LinkError, limited
 from benchmarks.timing import (
     Measurements,
@@ -209,22 +210,59 @@ def peak_of_a_step(in_backward: bool, make: Callable[[Any], torch.optim.Optimize
     return peak, sum(sizes), max(sizes)
 
 
-def memory_table() -> Table:
+def memory_rows() -> dict[str, tuple[list[str], float]]:
+    """For each optimizer the cells of its row, and the part of the gradients' memory that is saved."""
     kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "AdamW": lambda p: torch.optim.AdamW(p),
         "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
     }
-    rows = []
+    rows = {}
     for name, make in kinds.items():
         plain, gradients, largest = peak_of_a_step(False, make)
         ours, _, _ = peak_of_a_step(True, make)
         saved = (plain - ours) / gradients
         cells = [f"{number / 2**20:.2f}" for number in (gradients, largest, plain, ours)]
-        rows.append([name, *cells, f"{saved:.1%}"])
+        rows[name] = [name, *cells, f"{saved:.1%}"], saved
+    return rows
+
+
+def memory_table(rows: Mapping[str, tuple[list[str], float]]) -> Table:
     columns = ["optimizer", "all gradients, MiB", "largest one, MiB", "peak, plain", "peak, in backward"]
     note = "40 linear layers of 256, batch 4. Peak: above what is allocated at the start of a step."
-    return Table("Memory of gradients", [*columns, "saved, of all gradients"], rows, note)
+    cells = [row for row, _ in rows.values()]
+    return Table("Memory of gradients", [*columns, "saved, of all gradients"], cells, note)
+
+
+# -- goals -----------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """What goals are about: links by name, and the saved part of the gradients' memory by optimizer."""
+
+    links: Mapping[str, Measurements]
+    saved: Mapping[str, float]
+
+    def rates(self, bound: int) -> Numbers:
+        """Rate of our variant, plain DDP = 1: the median (0), or an end of its interval (1, 2)."""
+        numbers: dict[str, float | None] = {}
+        for link, m in self.links.items():
+            pairs = zip(m.samples[BASELINES["lazystep"]], m.samples["lazystep"], strict=True)
+            numbers[link] = interval([base / ours for base, ours in pairs])[bound]
+        return numbers
+
+
+GOALS: list[Goal[Outcome]] = [
+    Goal(
+        "not slower than plain DDP: the interval's upper end on each link", lambda o: o.rates(2), at_least=1.0
+    ),
+    Goal(
+        "ahead of plain DDP where the link is the bottleneck: the interval's lower end",
+        lambda o: {link: rate for link, rate in o.rates(1).items() if link.startswith("1 ")},
+        at_least=1.0,
+    ),
+    Goal("optimizer in backward: 90 % of the gradients' memory saved", lambda o: dict(o.saved), at_least=0.9),
+]
 
 
 def run(is_quick: bool) -> Report:
@@ -239,7 +277,10 @@ def run(is_quick: bool) -> Report:
         except (LinkError, PeerError) as error:
             skipped[name] = str(error)
     links["loopback, no limit"] = measure_link(LOOPBACK, PORT + 2, is_quick)
-    tables = [link_table(links, skipped), memory_table()]
+    memory = memory_rows()
+    outcome = Outcome(links, {name: saved for name, (_, saved) in memory.items()})
+    others = max(m.others for m in links.values())
+    tables = [to_table(GOALS, outcome, others), link_table(links, skipped), memory_table(memory)]
     return Report("overlap", "python -m benchmarks.overlap", facts, tables, links)
 
 

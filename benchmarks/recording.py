@@ -28,7 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .models import MODELS, make_optimizer
+from .goals import Goal, Numbers, to_table
+from .models import make_optimizer, make_workload
 from .timing import Measurements, Neighbours, Peer, Report, Table, interleave, machine, peers, serve
 
 SYSTEMS = ("eager", "lazystep", "python recorder", "torch._lazy")
@@ -94,7 +95,7 @@ class Trainer:
     def __init__(self, model: str, device: str, optimizer: str = "default") -> None:
         torch.manual_seed(0)
         self.device = device
-        self.model, self.make_batch, self.loss_fn = MODELS[model]()
+        self.model, self.make_batch, self.loss_fn = make_workload(model)
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, **OPTIMIZERS[optimizer])
 
@@ -249,6 +250,9 @@ def measure_model(systems: Mapping[str, Peer], model: str, num_repeats: int, num
     return measured
 
 
+Models = Mapping[str, Measurements]
+
+
 def ops_table(measured: Measurements) -> Table:
     def cell(system: str, op: str) -> str:
         name = f"{system} {op}"
@@ -328,6 +332,35 @@ def loop_table(models: Mapping[str, Measurements]) -> Table:
     return Table("The plain loop", columns, rows, note)
 
 
+def _average(models: Models) -> Numbers:
+    return {"mean": statistics.mean(m.spread("lazystep recording an op").median for m in models.values())}
+
+
+GOALS: list[Goal[Models]] = [
+    Goal(
+        "recording: 3 µs an instruction or less, autograd and the optimizer's Python included, on average",
+        _average,
+        at_most=3e-6,
+        unit=" µs",
+        scale=1e6,
+    ),
+    Goal(
+        "barrier of the small GPT: 50 µs or less",
+        lambda models: {"gpt": models["gpt"].spread("lazystep barrier").median},
+        at_most=50e-6,
+        unit=" µs",
+        scale=1e6,
+    ),
+    Goal(
+        "reference executable: eager's rate or more on each",
+        lambda models: {
+            name: m.speedup("lazystep program", "eager step").median for name, m in models.items()
+        },
+        at_least=1.0,
+    ),
+]
+
+
 def run(is_quick: bool) -> Report:
     facts = machine()
     num_repeats = 2 if is_quick else 11
@@ -337,7 +370,13 @@ def run(is_quick: bool) -> Report:
             model: measure_model(systems, model, num_repeats, 2 if is_quick else num_steps)
             for model, num_steps in NUM_STEPS.items()
         }
-    tables = [ops_table(ops), recording_table(models), optimizer_table(models)]
+    others = max(m.others for m in (ops, *models.values()))
+    tables = [
+        to_table(GOALS, models, others),
+        ops_table(ops),
+        recording_table(models),
+        optimizer_table(models),
+    ]
     tables += [execution_table(models), loop_table(models)]
     return Report("recording", "python -m benchmarks.recording", facts, tables, {"ops": ops, **models})
 

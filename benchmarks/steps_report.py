@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from .goals import Goal, Numbers, to_table
 from .timing import Measurements, Table
 
 EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP = (
@@ -29,8 +29,6 @@ FIRST_STEPS = (EAGER, COMPILED_MODEL, JAX, LOOP)
 BUSY = (EAGER, COMPILED_MODEL, JAX, LOOP, STEP)
 WHILE_BUILDING, WITHOUT_BUILD = "while building", "without a build"
 REPLAY_CALL = "replay call"
-# Above this part of the processor's time, a verdict says little.
-MAX_OTHERS = 0.1
 OTHERS = "processor time taken by others"
 
 
@@ -66,46 +64,8 @@ def geometric_mean(rates: Sequence[float]) -> float:
 # -- goals -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A bound on a number, which has to hold for each model or for a mean over them.
-
-    `measure` gives the numbers by what they are of; None is a number that is missing.
-    """
-
-    text: str
-    measure: Callable[[Outcomes], Mapping[str, float | None]]
-    at_least: float | None = None
-    at_most: float | None = None
-    unit: str = ""
-    scale: float = 1.0
-
-    def judge(self, outcomes: Outcomes) -> tuple[str, str]:
-        """`met`, `missed` or `not measured`, and the numbers that it follows from.
-
-        One number that is out of bounds is enough to miss; a missing one leaves the goal open otherwise.
-        """
-        numbers = self.measure(outcomes)
-        cells = (f"{name} {self._format(number)}" for name, number in numbers.items())
-        found = [number for number in numbers.values() if number is not None]
-        if not all(map(self._holds, found)):
-            verdict = "missed"
-        elif not found or len(found) < len(numbers):
-            verdict = "not measured"
-        else:
-            verdict = "met"
-        return verdict, ", ".join(cells) or "-"
-
-    def _holds(self, number: float) -> bool:
-        is_enough = self.at_least is None or number >= self.at_least
-        return is_enough and (self.at_most is None or number <= self.at_most)
-
-    def _format(self, number: float | None) -> str:
-        return "missing" if number is None else f"{number * self.scale:.3g}{self.unit}"
-
-
-def _mean_rate(variant: str) -> Callable[[Outcomes], Mapping[str, float | None]]:
-    def measure(outcomes: Outcomes) -> Mapping[str, float | None]:
+def _mean_rate(variant: str) -> Callable[[Outcomes], Numbers]:
+    def measure(outcomes: Outcomes) -> Numbers:
         rates = [outcome.rate(variant) for outcome in outcomes.values()]
         found = [rate for rate in rates if rate is not None]
         return {"mean": geometric_mean(found) if found and len(found) == len(rates) else None}
@@ -113,10 +73,10 @@ def _mean_rate(variant: str) -> Callable[[Outcomes], Mapping[str, float | None]]
     return measure
 
 
-def _rates(variant: str, baselines: Sequence[str]) -> Callable[[Outcomes], Mapping[str, float | None]]:
+def _rates(variant: str, baselines: Sequence[str]) -> Callable[[Outcomes], Numbers]:
     """Against the fastest of the baselines that could be measured."""
 
-    def measure(outcomes: Outcomes) -> Mapping[str, float | None]:
+    def measure(outcomes: Outcomes) -> Numbers:
         numbers: dict[str, float | None] = {}
         for model, outcome in outcomes.items():
             rates = [outcome.rate(variant, baseline) for baseline in baselines]
@@ -126,8 +86,8 @@ def _rates(variant: str, baselines: Sequence[str]) -> Callable[[Outcomes], Mappi
     return measure
 
 
-def _medians(name: str, less: str = "", only: str = "") -> Callable[[Outcomes], Mapping[str, float | None]]:
-    def measure(outcomes: Outcomes) -> Mapping[str, float | None]:
+def _medians(name: str, less: str = "", only: str = "") -> Callable[[Outcomes], Numbers]:
+    def measure(outcomes: Outcomes) -> Numbers:
         numbers: dict[str, float | None] = {}
         for model, outcome in outcomes.items():
             if only in ("", model):
@@ -143,7 +103,7 @@ _AHEAD = 1.0
 _NATIVE = 0.99
 
 
-def _goals() -> list[Goal]:
+def _goals() -> list[Goal[Outcomes]]:
     goals = []
     for variant, mean, each in ((LOOP, 1.5, 1.1), (STEP, 1.8, 1.15)):
         native = f"{variant}: all measured steps ran natively"
@@ -272,15 +232,8 @@ def calls_table(outcomes: Outcomes) -> Table:
 
 
 def goals_table(outcomes: Outcomes) -> Table:
-    rows = []
-    for goal in GOALS:
-        verdict, numbers = goal.judge(outcomes)
-        rows.append([goal.text, verdict, numbers])
     others = max((max(o.steps.others, o.busy.others) for o in outcomes.values()), default=0.0)
-    note = f"By medians. Others used up to {others:.0%} of the processor while steps were measured."
-    if others > MAX_OTHERS:
-        note += " That is too much: these verdicts are about a busy machine."
-    return Table("Goals", ["goal", "verdict", "numbers"], rows, note)
+    return to_table(GOALS, outcomes, others)
 
 
 def all_tables(outcomes: Outcomes) -> list[Table]:

@@ -1,10 +1,13 @@
 """The pure parts of the training-step table: verdicts and tables follow from the numbers."""
 
+import json
 import math
+from dataclasses import asdict
 
 import pytest
 
 from benchmarks import steps
+from benchmarks.__main__ import summary
 from benchmarks.steps_report import (
     COMPILED_MODEL,
     COMPILED_STEP,
@@ -137,3 +140,18 @@ def test_without_its_environment_jax_is_skipped_with_the_way_out(monkeypatch, tm
     del outcome.steps.samples[JAX]
     assert missing[JAX] in steps_table({"gpt": outcome}).rows[0]
     assert verdicts({"gpt": outcome})[f"{STEP}: ahead of JAX on each"] == "not measured"
+
+
+def test_summary_lists_every_goal_and_what_was_never_run(tmp_path):
+    outcomes = {"mlp": make_outcome(), "gpt": make_outcome(loop=50.0)}
+    facts = {"date": "2026-01-01", "processor": "one", "torch": "2"}
+    tables = [asdict(goals_table(outcomes))]
+    report = {"command": "python -m benchmarks.steps", "machine": facts, "tables": tables}
+    (tmp_path / "steps.json").write_text(json.dumps(report))
+    text = summary(tmp_path)
+    assert "- overlap: never run" in text
+    assert sum(line.startswith("| steps | ") for line in text.splitlines()) == len(GOALS)
+    missed = [line for line in text.splitlines() if "| missed |" in line]
+    assert any(f"{LOOP}: 1.1 times eager's rate on each" in line for line in missed)
+    num_met = sum(" | met | " in line for line in text.splitlines())
+    assert f"{num_met} of {len(GOALS)} met." in text

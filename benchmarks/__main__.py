@@ -1,0 +1,67 @@
+"""All benchmarks, one after the other, and what became of every goal.
+
+    python -m benchmarks [--quick]
+
+Writes `results/<name>.md` and `.json` for each, the plots, and `results/README.md` with all goals. The
+machine should be doing nothing else: each table says how much others used of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from .goals import TITLE
+from .timing import RESULTS, Table
+
+BENCHMARKS = ("recording", "closures", "steps", "sizes", "overlap")
+
+
+def summary(directory: Path) -> str:
+    """The goals of all reports in a directory, met or missed, with where each comes from."""
+    lines = ["# Results", ""]
+    verdicts = []
+    for name in BENCHMARKS:
+        path = directory / f"{name}.json"
+        if not path.exists():
+            lines.append(f"- {name}: never run")
+            continue
+        report = json.loads(path.read_text())
+        facts = report["machine"]
+        lines.append(
+            f"- [{name}]({name}.md): `{report['command']}`, {facts['date']}, {facts['processor']}, "
+            f"torch {facts['torch']}"
+        )
+        for table in report["tables"]:
+            if table["title"] == TITLE:
+                verdicts += [[name, *row] for row in table["rows"]]
+    num_met = sum(verdict == "met" for _, _, verdict, _ in verdicts)
+    note = f"{num_met} of {len(verdicts)} met."
+    goals = Table(TITLE, ["benchmark", "goal", "verdict", "numbers"], verdicts, note)
+    return "\n".join([*lines, "", goals.to_markdown(), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke runs: nothing is written")
+    is_quick = parser.parse_args().quick
+    failed = []
+    for name in BENCHMARKS:
+        command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if is_quick else [])]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+    if not is_quick:
+        (RESULTS / "README.md").write_text(summary(RESULTS))
+        if subprocess.run([sys.executable, "-m", "benchmarks.plots"], check=False).returncode:
+            failed.append("plots")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Step time against model size: where recording, replaying and compiling pay.
+
+    python -m benchmarks.sizes [--quick]
+
+The small GPT in several widths, trained by eager, by `torch.compile` of its step and by `@lazystep.step` with
+native steps, in processes of their own that take turns. `plots` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+from pathlib import Path
+
+from .models import make_workload
+from .steps import FULL, QUICK, Plan, available, prepare, started
+from .steps_report import COMPILED_STEP, EAGER, OTHERS, STEP
+from .timing import Measurements, Neighbours, Report, Table, interleave, machine
+
+WIDTHS = (32, 64, 128, 256)
+VARIANTS = (EAGER, COMPILED_STEP, STEP)
+# So that a turn of the narrowest takes half a second, and one of the widest a few.
+NUM_STEPS = 24
+
+
+def measure_width(width: int, plan: Plan, directory: Path) -> Measurements:
+    """Turns of all variants on a GPT of one width."""
+    variants, _ = available(VARIANTS)
+    num_steps = max(NUM_STEPS // plan.steps_divisor, 2)
+    with started(variants, directory) as systems:
+        failures = prepare(systems, f"gpt:{width}", plan, Measurements())
+        turns = {
+            name: functools.partial(peer.ask, task="turn", num_steps=num_steps)
+            for name, peer in systems.items()
+            if name not in failures
+        }
+        neighbours = Neighbours(systems.values())
+        measured = interleave(turns, 1, plan.num_repeats, plan.max_seconds, [n for n in turns if n != EAGER])
+        measured.others = neighbours.share()
+        measured.failures |= failures
+    return measured
+
+
+def to_table(measured: dict[str, Measurements]) -> Table:
+    rows = []
+    for width, m in measured.items():
+        num_parameters = sum(p.numel() for p in make_workload(f"gpt:{width}").model.parameters())
+        row = [width, f"{num_parameters:,}"]
+        for name in VARIANTS:
+            row.append(m.failures.get(name) or m.spread(name).format(1e3))
+        row.append("-" if STEP in m.failures else m.speedup(STEP, EAGER).format())
+        rows.append([*row, f"{m.others:.0%}"])
+    columns = ["width", "parameters", *(f"{name}, ms" for name in VARIANTS), f"{STEP}, eager = 1", OTHERS]
+    return Table("Step time against width", columns, rows, "GPT, 4 layers, 8 x 64 tokens, AdamW.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke run of the two narrowest")
+    is_quick = parser.parse_args().quick
+    measured = {}
+    for width in WIDTHS[:2] if is_quick else WIDTHS:
+        with tempfile.TemporaryDirectory(prefix="lazystep-sizes-") as directory:
+            measured[str(width)] = measure_width(width, QUICK if is_quick else FULL, Path(directory))
+    report = Report("sizes", "python -m benchmarks.sizes", machine(), [to_table(measured)], measured)
+    print(report.to_markdown())
+    if not is_quick:
+        report.write()
+
+
+if __name__ == "__main__":
+    main()
