@@ -24,6 +24,7 @@ from .barrier import (
     wait_for_compile,
 )
 from .capture.step import CaptureError, Step, step
+from .debug import profile
 from .errors import (
     ClosureError,
     ConfigError,
@@ -64,6 +65,7 @@ __all__ = [
     "get_tensor_id",
     "mark_step",
     "metrics",
+    "profile",
     "report",
     "run_step_closures",
     "save",

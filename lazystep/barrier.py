@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from . import metrics
+from . import metrics, timeline
 from .compile.programs import ProgramCache, Variant
 from .config import settings
 from .errors import LazyStepError, StepError
@@ -92,6 +92,8 @@ class Runtime:
         cut = self.recorder.cut()
         if cut is None:
             return None
+        profile = timeline.active
+        start = time.perf_counter() if profile is not None else 0.0
         variant = self._find_program(cut)
         self.recorder.guess_next(cut.known)
         outputs = cut.cells(variant.outputs)
@@ -113,6 +115,10 @@ class Runtime:
         cut.commit(run)
         release_pool()
         self.executor.submit(run)
+        if profile is not None:
+            args = {"step": run.step, "program": variant.executable.number}
+            profile.add("record", "recording", cut.started, start, instructions=cut.num_instructions, **args)
+            profile.add("barrier", "barrier", start, time.perf_counter(), **args)
         return run
 
     def _find_program(self, cut: Cut) -> Variant[TieredExecutable]:
@@ -161,6 +167,8 @@ class Runtime:
         context: DeviceContext,
         prepare: Callable[[list[Handle]], None],
     ) -> None:
+        profile = timeline.active
+        start = time.perf_counter() if profile is not None else 0.0
         values = program.values
         storages = {values[v].storage: h.storage for v, h in zip(program.inputs, inputs, strict=True)}
         outputs = []
@@ -186,6 +194,9 @@ class Runtime:
         metrics.count("programs_replayed")
         release_pool()
         self.executor.submit(run)
+        if profile is not None:
+            args = {"step": run.step, "program": variant.executable.number}
+            profile.add("barrier", "barrier", start, time.perf_counter(), **args)
 
     def _automatic_barrier(self) -> None:
         metrics.count("automatic_barriers")

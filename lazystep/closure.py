@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import metrics
+from . import metrics, timeline
 from .config import settings
 from .errors import ClosureError, LazyStepError, QueueFullError, WaitTimeoutError
 
@@ -46,7 +46,7 @@ class ClosureHandler:
 
     def run(self, closure: Closure) -> None:
         """Run one closure. Its exception is the caller's."""
-        closure()
+        _call(closure)
 
     def __call__(self, closures: Iterable[Closure]) -> None:
         """Run every closure, in order, also behind one that raises.
@@ -143,7 +143,10 @@ class AsyncClosureHandler(ClosureHandler):
         metrics.count("closure_queue_waits")
         start = time.perf_counter()
         self._wait_for(lambda: len(self._queue) < self.max_queue_size, settings.wait_timeout)
-        metrics.add_seconds("waiting_for_closures", time.perf_counter() - start)
+        end = time.perf_counter()
+        metrics.add_seconds("waiting_for_closures", end - start)
+        if timeline.active is not None:
+            timeline.active.add("wait for a place in the closure queue", "waiting", start, end)
         return True
 
     def flush(self, timeout: float | None = None) -> None:
@@ -152,6 +155,11 @@ class AsyncClosureHandler(ClosureHandler):
         Raises `WaitTimeoutError` after `timeout` seconds (default: the setting `wait_timeout`),
         naming the closure that is running and where it is.
         """
+        self.wait_idle(timeout)
+        self.raise_failures()
+
+    def wait_idle(self, timeout: float | None = None) -> None:
+        """Block until every queued closure has run. Leaves what failed for the next barrier or flush."""
         if threading.current_thread() is self._worker:
             raise LazyStepError("a closure on the worker thread can't wait for the worker: it is the worker")
         with self._condition:
@@ -159,7 +167,6 @@ class AsyncClosureHandler(ClosureHandler):
                 lambda: not self._queue and self._running is None,
                 settings.wait_timeout if timeout is None else timeout,
             )
-        self.raise_failures()
 
     def take_failures(self) -> list[ClosureError]:
         """The failures since the last call: each is handed out once."""
@@ -253,7 +260,7 @@ class AsyncClosureHandler(ClosureHandler):
 
     def _attempt(self, closure: Closure) -> ClosureError | None:
         try:
-            closure()
+            _call(closure)
         except BaseException as error:  # SystemExit too: a closure must not end the worker
             metrics.count("closures_failed")
             failure = ClosureError(f"{name_of(closure)} raised {type(error).__name__}: {error}")
@@ -261,6 +268,16 @@ class AsyncClosureHandler(ClosureHandler):
             return failure
         metrics.count("closures_run_async")
         return None
+
+
+def _call(closure: Closure) -> None:
+    if timeline.active is None:
+        closure()
+        return
+    function = getattr(closure, "function", getattr(closure, "func", closure))
+    args = {name: getattr(closure, name) for name in ("step", "where") if hasattr(closure, name)}
+    with timeline.span(getattr(function, "__qualname__", repr(function)), "closure", **args):
+        closure()
 
 
 def name_of(closure: Closure) -> str:

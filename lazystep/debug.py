@@ -1,16 +1,21 @@
-"""Looking at what is recorded and at what became of it, without running anything."""
+"""Looking at what is recorded, at what became of it, and at when: nothing here runs anything."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from . import metrics
+from . import metrics, timeline
 from .barrier import handle_of, runtime
+from .errors import LazyStepError
 from .program.printer import to_dot
 from .program.program import Program
 from .record.assemble import assemble
+from .step_closures import get_device_context
 
 
 def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
@@ -58,3 +63,35 @@ def explain() -> str:
         rows.append("lines that wait for values:")
         rows += [f"  {count} times {reason} at {line}" for reason, line, count in lines]
     return "\n".join(rows)
+
+
+@contextmanager
+def profile(path: str | Path, *, max_spans: int = 1_000_000) -> Iterator[timeline.Timeline]:
+    """Write a Chrome trace of everything in the block: open it at ui.perfetto.dev or chrome://tracing.
+
+        with lazystep.profile("trace.json") as timeline:
+            for x, y in loader:
+                train_step(x, y)
+            with timeline.span("evaluation"):
+                evaluate()
+
+    A row per thread: recording and replays, barriers and waits (with the line that asked) on the training
+    thread; each execution with its step, tier and program; closures; builds, as seen from here; DDP's
+    buckets under `lazystep.overlap`. Clock, process and thread numbers are those of `torch.profiler`'s
+    trace, so that the two line up. The last `max_spans` are kept.
+
+    Leaving the block waits for queued steps and closures, so that they are in the trace; what failed in
+    them is left for the next barrier. A block that raises does not wait, and has its trace, too. One at a
+    time. A path that can't be written is an error at the start.
+    """
+    if timeline.active is not None:
+        raise LazyStepError("a profile is being taken already: there is one at a time")
+    with open(path, "w", encoding="utf-8") as file:
+        timeline.active = taken = timeline.Timeline(max_spans)
+        try:
+            yield taken
+            runtime.executor.wait_idle()
+            get_device_context().async_handler.wait_idle()
+        finally:
+            timeline.active = None
+            json.dump(taken.to_chrome_trace(), file)

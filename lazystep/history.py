@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from . import metrics
 from .notices import notice
@@ -14,6 +15,18 @@ from .tiers import State, TieredExecutable
 _STORM, _WINDOW, _SETTLED = 48, 64, 64
 
 
+class ProgramFacts(NamedTuple):
+    """What there is to say about a program: where it comes from, why it exists, what it runs on."""
+
+    number: int
+    num_instructions: int
+    line: str
+    num_runs: int
+    num_native_runs: int
+    why: str
+    standing: str
+
+
 class History:
     """Remembers the last programs. Not thread-safe: the barrier holds the recorder's lock."""
 
@@ -21,6 +34,7 @@ class History:
         self._programs: deque[TieredExecutable] = deque(maxlen=128)
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._num_barriers = 0
+        self._num_programs = 0
         self._has_warned = False
 
     def repeated(self) -> None:
@@ -42,25 +56,46 @@ class History:
                 f"that does not repeat is never compiled. Against the most similar one: "
                 f"{self._why(executable.program, [e.program for e in self._programs])}",
             )
+        self._num_programs += 1
+        executable.number = self._num_programs
         self._programs.append(executable)
+
+    def describe(self) -> list[ProgramFacts]:
+        """Every program that is remembered, in the order in which they appeared."""
+        programs = list(self._programs)
+        facts = []
+        for position, one in enumerate(programs):
+            instructions = one.program.instructions
+            facts.append(
+                ProgramFacts(
+                    number=one.number,
+                    num_instructions=len(instructions),
+                    line=instructions[0].where if instructions else "an unknown line",
+                    num_runs=one.num_runs,
+                    num_native_runs=one.num_native_runs,
+                    why=self._why(one.program, [p.program for p in programs[:position]]),
+                    standing=_standing(one),
+                )
+            )
+        return facts
+
+    def program(self, number: int) -> Program | None:
+        """The program of this number, if it is remembered."""
+        return next((one.program for one in self._programs if one.number == number), None)
 
     def explain(self) -> str:
         """Every program: how often it ran, on what, why it exists, why it is not native."""
-        programs = list(self._programs)
-        rows = [f"{len(programs)} programs" + (", the last ones:" if len(programs) == 128 else "")]
-        for number, one in enumerate(programs, 1):
-            program = one.program
-            line = program.instructions[0].where if program.instructions else "an unknown line"
+        programs = self.describe()
+        rows = [f"{self._num_programs} programs" + (", the last ones:" if self._num_programs > 128 else "")]
+        for one in programs:
             native = f", {one.num_native_runs} natively" if one.num_native_runs else ""
             rows.append(
-                f"program {number}: {len(program.instructions)} instructions from {line}, "
+                f"program {one.number}: {one.num_instructions} instructions from {one.line}, "
                 f"run {one.num_runs} times{native}"
             )
-            if number > 1:
-                rows.append(
-                    f"  new because {self._why(program, [p.program for p in programs[: number - 1]])}"
-                )
-            rows.append(f"  {_standing(one)}")
+            if one.number > 1:
+                rows.append(f"  new because {one.why}")
+            rows.append(f"  {one.standing}")
         return "\n".join(rows)
 
     @staticmethod

@@ -14,7 +14,10 @@ that include every queued step.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+
+from . import timeline
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
@@ -40,6 +43,8 @@ def count_synchronization(reason: str, line: str) -> None:
         _counts["synchronizations"] += 1
         _counts["synchronizations:" + reason] += 1
         _sync_lines[reason, line] += 1
+    if timeline.active is not None:
+        timeline.active.add(f"synchronization: {reason}", "waiting", time.perf_counter(), line=line)
 
 
 def counter_names() -> list[str]:

@@ -66,6 +66,8 @@ class TieredExecutable:
         self.written_storages = tuple(program.storage_writes())
         self.state = State.REFERENCE
         self.reason = ""
+        self.number = 0
+        self.tier = "reference"
         self.num_runs = 0
         self.num_native_runs = 0
         self._tiers = tiers
@@ -80,17 +82,20 @@ class TieredExecutable:
         """See `Executable.run`."""
         self.num_runs += 1
         loaded = self._choose(scalars) if settings.tier != "reference" else None
+        self.tier = "reference"
         if loaded is None:
             metrics.count("reference_executions")
             return self._reference.run(inputs, scalars)
         try:
             if loaded.is_check_due():
+                self.tier = "checked"
                 return self._run_checked(loaded, inputs, scalars)
             outputs = loaded.run(inputs, scalars)
         except UnfitError as error:
             torch.set_num_threads(loaded.native.num_threads)
             self._discard(loaded, "unfit_inputs", f"its inputs do not fit the library: {error}")
             return self._reference.run(inputs, scalars)
+        self.tier = "native"
         self.num_native_runs += 1
         metrics.count("native_executions")
         return outputs

@@ -7,6 +7,7 @@ that can be read again. What is not explained is a reason not to replay, never a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from .. import timeline
 from ..barrier import runtime
 from ..record.device import find_handle
 from ..record.handle import Handle, handle_of_host_tensor
@@ -320,6 +322,8 @@ class Replay:
 
     def run(self, leaves: Sequence[Any], context: DeviceContext) -> tuple[bool, Any]:
         """Queue the step. (False, None), with nothing done, if the inputs are not what was captured."""
+        profile = timeline.active
+        start = time.perf_counter() if profile is not None else 0.0
         handles = self._inputs(leaves)
         if handles is None:
             return False, None
@@ -344,6 +348,8 @@ class Replay:
                 context.add_now(added._replace(args=args, kwargs=kwargs))
 
         scalars = numbers[: len(self._program.scalars)]
+        if profile is not None:
+            profile.add("replay", "recording", start, time.perf_counter())
         runtime.replay(self.variant, handles, scalars, context, prepare)
         result = pytree.tree_unflatten([recipe(made) for recipe in self._results], self._result_spec)
         return True, result

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import metrics
+from .. import metrics, timeline
 from ..config import settings
 from ..notices import notice
 from ..program.program import Program
@@ -219,7 +219,8 @@ class Builder:
         directory = cache.temporary_directory()
         metrics.count("builds_started")
         try:
-            answer = self._ask(cache, request, text, directory)
+            with timeline.span("build", "build", key=key, instructions=len(request.program.instructions)):
+                answer = self._ask(cache, request, text, directory)
             if "error" in answer:
                 raise BuildError(answer["kind"], _with_line(answer, request.program))
             manifest = {

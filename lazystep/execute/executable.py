@@ -14,6 +14,8 @@ class Executable(Protocol):
     """Runs one program, any number of times, on one thread at a time."""
 
     program: Program
+    number: int  # of the program, in the order in which programs appeared
+    tier: str  # of the last run: reference, native, or checked (both)
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         """Run once and return the outputs. Written inputs are updated in place.

@@ -13,7 +13,7 @@ from collections import deque
 
 import torch
 
-from .. import metrics
+from .. import metrics, timeline
 from ..config import settings
 from ..errors import LazyStepError, WaitTimeoutError
 from .run import Run
@@ -110,7 +110,10 @@ class Executor:
         start = time.perf_counter()
         with self._condition:
             done = self._condition.wait_for(condition, settings.wait_timeout)
-        metrics.add_seconds("waiting", time.perf_counter() - start)
+        end = time.perf_counter()
+        metrics.add_seconds("waiting", end - start)
+        if timeline.active is not None:
+            timeline.active.add(f"wait for {what}", "waiting", start, end)
         if not done:
             raise WaitTimeoutError(
                 f"waited {settings.wait_timeout:g} s (setting wait_timeout) for {what}; "
@@ -138,7 +141,11 @@ class Executor:
                 failure = LazyStepError(f"step {run.step} failed inside lazystep: {error!r}")
                 failure.__cause__ = error
                 run.abandon(str(failure))
-            metrics.add_seconds("executing", time.perf_counter() - start)
+            end = time.perf_counter()
+            metrics.add_seconds("executing", end - start)
+            if timeline.active is not None:
+                args = {"step": run.step, "tier": run.executable.tier, "program": run.executable.number}
+                timeline.active.add(f"step {run.step}", "execution", start, end, **args)
             metrics.count("programs_executed")
             metrics.count("instructions_executed", len(run.executable.program.instructions))
             with self._condition:

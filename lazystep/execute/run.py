@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import timeline
 from ..config import settings
 from ..errors import LazyStepError, StepError, WaitTimeoutError
 from .executable import Executable, InstructionError
@@ -109,6 +110,13 @@ class Run:
         """Block until the run has ended. Bounded by the setting `wait_timeout`."""
         if self._finished.is_set():
             return
+        if timeline.active is None:
+            self._wait()
+            return
+        with timeline.span(f"wait for step {self.step}", "waiting", step=self.step):
+            self._wait()
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + settings.wait_timeout
         while not self._finished.wait(min(1.0, max(deadline - time.monotonic(), 0.0))):
             if time.monotonic() >= deadline:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from .. import timeline
 
 # Backward passes whose buckets are kept.
 CAPACITY = 64
@@ -36,6 +39,17 @@ class BucketEvents:
         if not self.reduce_end:
             self.reduce_end = time.perf_counter()
 
+    def spans(self) -> Iterator[timeline.Span]:
+        """What has ended so far, in a row for updates and one for each bucket's reduction."""
+        args = {"backward": self.backward, "bytes": self.num_bytes, "updated": self.updated}
+        rows = [
+            ("update", self.update_start, self.update_end, "updates"),
+            ("reduce", self.reduce_start, self.reduce_end, f"reduction of bucket {self.bucket}"),
+        ]
+        for name, start, end, row in rows:
+            if end:
+                yield timeline.Span(f"{name} {self.bucket}", "overlap", start, end, row, args)
+
 
 class EventLog:
     """The buckets of the last backward passes, oldest first. Costs five clock readings per bucket."""
@@ -54,6 +68,8 @@ class EventLog:
         num_bytes = 0 if buffer.is_sparse else buffer.numel() * buffer.element_size()
         events = BucketEvents(self.num_backwards, index, num_bytes, ready=now, reduce_start=now)
         self._events.append(events)
+        if timeline.active is not None:
+            timeline.active.add_later(events.spans)
         return events
 
     def list(self) -> list[BucketEvents]:
@@ -62,27 +78,4 @@ class EventLog:
 
     def to_chrome_trace(self, rank: int) -> dict[str, Any]:
         """The log in the trace event format: one process per rank, one row per bucket and one for updates."""
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "updates"}},
-        ]
-        for index in sorted({entry.bucket for entry in self._events}):
-            row = {"name": f"reduction of bucket {index}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": index + 1, "args": row})
-        for entry in self._events:
-            arguments = {"backward": entry.backward, "bytes": entry.num_bytes, "updated": entry.updated}
-            spans = [
-                ("reduce", entry.reduce_start, entry.reduce_end, entry.bucket + 1),
-                ("update", entry.update_start, entry.update_end, 0),
-            ]
-            for name, start, end, row_number in spans:
-                if end:
-                    span: dict[str, Any] = {
-                        "ph": "X",
-                        "name": f"{name} {entry.bucket}",
-                        "cat": "overlap",
-                        "args": arguments,
-                    }
-                    span |= {"pid": rank, "tid": row_number, "ts": start * 1e6, "dur": (end - start) * 1e6}
-                    events.append(span)
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        return timeline.chrome_trace((span for e in self._events for span in e.spans()), rank, f"rank {rank}")

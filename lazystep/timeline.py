@@ -1,0 +1,169 @@
+"""What happened when, on which thread: spans, and the Chrome trace that they make.
+
+`active` is the timeline that is being taken, or None, which is all that the hot paths look at: once per
+barrier, run, closure or bucket, never per op. Times are those of `time.perf_counter`. A trace has the
+clock, the process and the thread numbers of the one that `torch.profiler` exports, so that the two can
+be laid over each other: their `traceEvents` can be joined into one file.
+
+Categories: `recording` (also of a replay), `barrier`, `waiting`, `execution`, `build`, `closure`,
+`overlap`, and `mark` for what the user adds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+# Kineto's: the start of a quarter of a year, so that microseconds keep their digits in a float.
+_BASE_PERIOD = 7_889_238 * 10**9
+# Rows that are no threads: above every number that Linux gives to a thread.
+_FIRST_ROW = 10_000_000
+
+
+class Span(NamedTuple):
+    """Something that took time on a thread, or in a row of its own that has a name. No end: an instant."""
+
+    name: str
+    category: str
+    start: float
+    end: float | None
+    row: int | str
+    args: Mapping[str, Any]
+
+
+class Timeline:
+    """Collects spans from all threads. Keeps the last `max_spans`."""
+
+    def __init__(self, max_spans: int = 1_000_000) -> None:
+        if max_spans < 1:
+            raise ValueError(f"max_spans = {max_spans}: expected at least 1")
+        self.start = time.perf_counter()
+        self.num_added = 0
+        self.thread_names: dict[int, str] = {}
+        # Appending to a deque and storing in a dict are atomic: no lock on the executor's way.
+        self._spans: deque[Span | Callable[[], Iterable[Span]]] = deque(maxlen=max_spans)
+        self._clock = UnixClock()
+
+    def add(self, name: str, category: str, start: float, end: float | None = None, **args: Any) -> None:
+        """Add what the calling thread has done from `start` to `end`; without an end, an instant."""
+        self._append(Span(name, category, start, end, self._this_thread(), args))
+
+    def add_later(self, spans: Callable[[], Iterable[Span]]) -> None:
+        """Add spans that are asked for when the trace is written: some may not have ended yet."""
+        self._append(spans)
+
+    def span(self, name: str, **args: Any) -> Any:
+        """Mark a part of your own program: `with timeline.span("evaluation"): ...`."""
+        return span(name, "mark", **args)
+
+    def spans(self) -> list[Span]:
+        """Everything so far, by start. What is still open ends now and is marked `unfinished`."""
+        found: list[Span] = []
+        for entry in list(self._spans):
+            found.extend([entry] if isinstance(entry, Span) else entry())
+        now = time.perf_counter()
+        found += [s._replace(end=now, args={**s.args, "unfinished": True}) for s in list(_open.values())]
+        # What began before the timeline did is cut off there.
+        seen = [s for s in found if (s.start if s.end is None else s.end) >= self.start]
+        return sorted((s._replace(start=max(s.start, self.start)) for s in seen), key=lambda s: s.start)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """All spans in the trace event format, in the clock of `torch.profiler`'s export."""
+        trace = chrome_trace(self.spans(), os.getpid(), "python", self.thread_names, self._clock)
+        return trace | {"lazystep": {"spans_dropped": self.num_added - len(self._spans)}}
+
+    def _append(self, entry: Span | Callable[[], Iterable[Span]]) -> None:
+        self.num_added += 1
+        self._spans.append(entry)
+
+    def _this_thread(self) -> int:
+        thread = threading.current_thread()
+        number = thread.native_id or 0
+        self.thread_names[number] = thread.name
+        return number
+
+
+active: Timeline | None = None
+
+_open: dict[int, Span] = {}
+
+
+@contextmanager
+def span(name: str, category: str, **args: Any) -> Iterator[None]:
+    """For what is rare and long: it is in a timeline that begins or ends in the middle of it, too."""
+    started = Span(name, category, time.perf_counter(), None, threading.get_native_id(), args)
+    _open[id(started)] = started
+    try:
+        yield
+    finally:
+        del _open[id(started)]
+        if active is not None:
+            active.add(name, category, started.start, time.perf_counter(), **args)
+
+
+class UnixClock:
+    """`time.perf_counter` as Unix time. Measured twice, since the two drift apart over hours."""
+
+    def __init__(self) -> None:
+        self._first = self._measure()
+
+    def to_nanoseconds(self) -> Callable[[float], int]:
+        """The function from one to the other, from measurements at both ends."""
+        (then, then_unix), (now, now_unix) = self._first, self._measure()
+        elapsed = now - then
+        drift = (now_unix - then_unix - elapsed * 1e9) / elapsed if elapsed > 1.0 else 0.0
+        return lambda t: then_unix + round((t - then) * (1e9 + drift))
+
+    @staticmethod
+    def _measure() -> tuple[float, int]:
+        # The narrowest of a few: a thread may lose the processor between two readings.
+        pairs = []
+        for _ in range(5):
+            before, unix, after = time.perf_counter(), time.time_ns(), time.perf_counter()
+            pairs.append((after - before, (before + after) / 2, unix))
+        _, middle, unix = min(pairs)
+        return middle, unix
+
+
+def chrome_trace(
+    spans: Iterable[Span],
+    process: int,
+    process_name: str,
+    thread_names: Mapping[int, str] | None = None,
+    clock: UnixClock | None = None,
+) -> dict[str, Any]:
+    """Spans in the trace event format that ui.perfetto.dev and chrome://tracing read.
+
+    `ts` is in microseconds since `baseTimeNanoseconds`. An arrow leads from each barrier to the
+    execution of its step.
+    """
+    to_unix = (clock or UnixClock()).to_nanoseconds()
+    base = time.time_ns() // _BASE_PERIOD * _BASE_PERIOD
+    threads: dict[int | str, int] = {}
+    events: list[dict[str, Any]] = []
+    for one in spans:
+        if one.row not in threads:
+            threads[one.row] = one.row if isinstance(one.row, int) else _FIRST_ROW + len(threads)
+        event: dict[str, Any] = {"name": one.name, "cat": one.category, "pid": process}
+        event |= {"tid": threads[one.row], "ts": (to_unix(one.start) - base) / 1000}
+        if one.end is None:
+            event |= {"ph": "i", "s": "t"}
+        else:
+            event |= {"ph": "X", "dur": (to_unix(one.end) - to_unix(one.start)) / 1000}
+        events.append({**event, "args": dict(one.args)} if one.args else event)
+        arrow = {"barrier": {"ph": "s"}, "execution": {"ph": "f", "bp": "e"}}.get(one.category)
+        if arrow is not None and "step" in one.args:
+            place = {key: event[key] for key in ("pid", "tid", "ts")}
+            events.append({"name": "step", "cat": "step", "id": one.args["step"], **place, **arrow})
+    rows: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": process_name}}
+    ]
+    for row, number in threads.items():
+        name = row if isinstance(row, str) else (thread_names or {}).get(row, f"thread {row}")
+        rows.append({"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": name}})
+    return {"traceEvents": rows + events, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
