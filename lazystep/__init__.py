@@ -39,6 +39,7 @@ from .errors import (
 )
 from .notices import LazyStepWarning
 from .record.python.tensor import get_tensor_id
+from .runs.directory import RunDirectory
 from .step_closures import add_step_closure, flush_step_closures, get_device_context, step_closure
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "LazyStepWarning",
     "OverlapError",
     "QueueFullError",
+    "RunDirectory",
     "Step",
     "StepError",
     "UnsupportedError",

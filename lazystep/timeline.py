@@ -44,7 +44,7 @@ class Timeline:
             raise ValueError(f"max_spans = {max_spans}: expected at least 1")
         self.start = time.perf_counter()
         self.num_added = 0
-        self.thread_names: dict[int, str] = {}
+        self.thread_names: dict[int | str, str] = {}
         # Appending to a deque and storing in a dict are atomic: no lock on the executor's way.
         self._spans: deque[Span | Callable[[], Iterable[Span]]] = deque(maxlen=max_spans)
         self._clock = UnixClock()
@@ -67,7 +67,9 @@ class Timeline:
         for entry in list(self._spans):
             found.extend([entry] if isinstance(entry, Span) else entry())
         now = time.perf_counter()
-        found += [s._replace(end=now, args={**s.args, "unfinished": True}) for s in list(_open.values())]
+        for one, thread_name in list(_open.values()):
+            self.thread_names.setdefault(one.row, thread_name)
+            found.append(one._replace(end=now, args={**one.args, "unfinished": True}))
         # What began before the timeline did is cut off there.
         seen = [s for s in found if (s.start if s.end is None else s.end) >= self.start]
         return sorted((s._replace(start=max(s.start, self.start)) for s in seen), key=lambda s: s.start)
@@ -90,14 +92,16 @@ class Timeline:
 
 active: Timeline | None = None
 
-_open: dict[int, Span] = {}
+# What `span` has begun and not ended, with the name of its thread.
+_open: dict[int, tuple[Span, str]] = {}
 
 
 @contextmanager
 def span(name: str, category: str, **args: Any) -> Iterator[None]:
     """For what is rare and long: it is in a timeline that begins or ends in the middle of it, too."""
-    started = Span(name, category, time.perf_counter(), None, threading.get_native_id(), args)
-    _open[id(started)] = started
+    thread = threading.current_thread()
+    started = Span(name, category, time.perf_counter(), None, thread.native_id or 0, args)
+    _open[id(started)] = started, thread.name
     try:
         yield
     finally:
@@ -134,7 +138,7 @@ def chrome_trace(
     spans: Iterable[Span],
     process: int,
     process_name: str,
-    thread_names: Mapping[int, str] | None = None,
+    thread_names: Mapping[int | str, str] | None = None,
     clock: UnixClock | None = None,
 ) -> dict[str, Any]:
     """Spans in the trace event format that ui.perfetto.dev and chrome://tracing read.

@@ -6,6 +6,7 @@ import functools
 import re
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from types import CodeType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -36,6 +37,9 @@ _NATIVE = (
     "the native recorder does not tell which random numbers and host memory a step takes. "
     "LAZYSTEP_RECORDER=python captures steps"
 )
+
+# What became of all steps of the process, also of those that are gone: for the report of a run.
+reasons: deque[str] = deque(maxlen=64)
 
 
 class CaptureError(LazyStepError):
@@ -225,7 +229,10 @@ class Step(Generic[P, R]):
             warnings.warn(message, LazyStepWarning, stacklevel=4)
 
     def _note(self, text: str) -> None:
-        self._reasons[_without_numbers(text)] = text
+        kind = _without_numbers(text)
+        if kind not in self._reasons:
+            reasons.append(f"{getattr(self._function, '__qualname__', repr(self._function))}: {text}")
+        self._reasons[kind] = text
 
     # -- audits --------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ _PACKAGES = tuple(
     os.path.join(os.path.dirname(os.path.abspath(path)), "")
     for path in (torch.__file__, os.path.dirname(__file__))
 )
+_DEMO = os.path.join(_PACKAGES[1], "demo", "")  # a user of the package, though it lies in it
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = ("site-packages", "dist-packages")
 
@@ -24,7 +25,8 @@ _is_internal: dict[CodeType, bool] = {}
 
 def _classify(code: CodeType) -> bool:
     path = code.co_filename
-    internal = path.startswith(_PACKAGES) or path.startswith("<frozen ")
+    is_package = path.startswith(_PACKAGES) and not path.startswith(_DEMO)
+    internal = is_package or path.startswith("<frozen ")
     if path.startswith(_STDLIB) and not any(name in path for name in _SITE):
         internal = True
     _is_internal[code] = internal
