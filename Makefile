@@ -8,7 +8,7 @@ STAMP := $(VENV)/installed
 .PHONY: demo test test-native check bench bench-peers conformance-native format native sanitize clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/byte_gpt.py
+	$(BIN)/lazystep demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

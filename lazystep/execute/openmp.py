@@ -21,6 +21,15 @@ def release_pool() -> None:
     _pause()(_PAUSE_SOFT)
 
 
+def can_release() -> bool:
+    """Whether torch's OpenMP is one that gives pools back."""
+    return _pause() is not _nothing
+
+
+def _nothing(kind: int) -> int:
+    return 0
+
+
 @functools.cache
 def _pause() -> Callable[[int], int]:
     # torch brings its own libgomp, which is not visible globally: the one that is mapped is the one.
@@ -36,4 +45,4 @@ def _pause() -> Callable[[int], int]:
             continue
         pause.argtypes, pause.restype = [ctypes.c_int], ctypes.c_int
         return pause
-    return lambda kind: 0  # another OpenMP, or none: nothing to give back
+    return _nothing  # another OpenMP, or none: nothing to give back

@@ -42,7 +42,8 @@ def main_program() -> Program | None:
     with runtime.recorder.lock:
         programs = runtime.history.describe()
         most = max(programs, key=lambda p: p.num_runs * p.num_instructions, default=None)
-        return None if most is None else runtime.history.program(most.number)
+        found = None if most is None else runtime.history.program(most.number)
+        return found or runtime.last_program
 
 
 def versions() -> dict[str, Any]:

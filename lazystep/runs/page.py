@@ -59,8 +59,8 @@ def to_html(directory: Path) -> str:
     template = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     # "</script>" in a text must not end the script.
     numbers = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    page = template.replace("<!--title-->", html.escape(title))
-    return page.replace("<!--body-->", "\n".join(filter(None, body))).replace("/*data*/", numbers)
+    parts = {"<!--title-->": html.escape(title), "<!--body-->": "\n".join(body), "/*data*/": numbers}
+    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], template)
 
 
 # -- texts and tables ------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ def load(choice: str) -> ModuleType | None:
     """
     if choice != "native":
         return None
-    problem = _find_problem()
+    problem = find_problem()
     if problem:
         raise LazyStepError(f"LAZYSTEP_RECORDER=native: {problem}. {_REMEDY}")
     return importlib.import_module(".front_end", __package__)
 
 
-def _find_problem() -> str:
+def find_problem() -> str:
     """Why the extension can't be used; empty if it can."""
     try:
         extension = importlib.import_module("._recorder", __package__)

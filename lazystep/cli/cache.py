@@ -1,4 +1,4 @@
-"""The command line: `lazystep cache`, and what else helps around a training run."""
+"""`lazystep cache`: the libraries on disk."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from pathlib import Path
 
 import click
 
-from ._version import __version__
-from .compile.cache import CacheError, Entry, LibraryCache, cache_directory
+from ..compile.cache import CacheError, Entry, LibraryCache, cache_directory
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__)
-def main() -> None:
-    """lazystep: each training step one program, compiled in the background."""
-
-
-@main.group()
+@click.group()
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, file_okay=False),

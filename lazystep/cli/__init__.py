@@ -1,0 +1,27 @@
+"""The command line, a file per command. Exit status: 0 if all is well, 1 if something failed, 2 for usage."""
+
+from __future__ import annotations
+
+import click
+
+from .._version import __version__
+from .bench import bench
+from .cache import cache
+from .demo import demo
+from .doctor import doctor
+from .report import report
+from .run import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """lazystep: each training step one program, compiled in the background.
+
+    Begin with `lazystep doctor`, then `lazystep demo`; `lazystep run train.py` says what became of a
+    script of your own.
+    """
+
+
+for command in (demo, doctor, run, report, cache, bench):
+    main.add_command(command)
