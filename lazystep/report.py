@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import torch
 
+from . import metrics
 from .step_closures import add_step_closure, flush_step_closures
 
 
@@ -76,10 +77,15 @@ class _FileLog(_Report):
 
     def __call__(self, step: int, **values: Any) -> None:
         """Log numbers and one-element tensors of this step."""
+        if self._file.closed:
+            raise ValueError(f"step {step} came after the log was closed")
         if self.is_due(step):
             add_step_closure(self._log, (step, values), run_async=True)
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._file.closed:  # a block that raised in mid-step: its barrier came after the log's end
+            metrics.count("log_rows_late")
+            return
         self._write({"step": step, **{name: _to_number(value) for name, value in values.items()}})
         self._file.flush()  # a run that is killed keeps every line so far
 

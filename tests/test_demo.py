@@ -52,7 +52,7 @@ def test_demo_trains_logs_saves_resumes_and_reports(tmp_path: Path) -> None:
 
 
 def test_resumed_run_gives_the_losses_of_one_that_went_on(tmp_path: Path) -> None:
-    """What a checkpoint holds is everything: batches, dropout and the optimizer go on as if nothing had been."""
+    """A checkpoint holds everything: batches, dropout and the optimizer go on as if nothing had been."""
     losses: dict[str, list[float]] = {}
 
     class Run:

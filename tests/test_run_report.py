@@ -98,6 +98,21 @@ def test_block_that_raises_leaves_what_it_has(tmp_path: Path) -> None:
         run.log(1, loss=1.0)
 
 
+def test_row_of_a_step_that_ends_after_its_log_is_counted(tmp_path: Path) -> None:
+    run = lazystep.RunDirectory(tmp_path)
+
+    def log_and_raise() -> None:
+        run.log(1, loss=torch.ones((), device="lazy"))
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), run:
+        log_and_raise()
+    lazystep.mark_step()
+    lazystep.flush_step_closures()
+    assert lazystep.metrics.counter_value("log_rows_late") == 1
+    assert (tmp_path / "log.jsonl").read_text() == ""
+
+
 def test_failed_closure_is_raised_in_the_end(tmp_path: Path) -> None:
     def fail() -> None:
         raise ArithmeticError("no")
@@ -209,7 +224,7 @@ def test_page_has_everything_and_needs_no_network(directory: Path) -> None:
     kinds = [kind for _, _, kind, _ in page.data["executions"]]
     assert {"reference", "native"} == set(kinds)
     first = min(t for t, _, kind, _ in page.data["executions"] if kind == "native")
-    assert page.data["native"] == pytest.approx(first)
+    assert page.data["native"] == first
     assert [name for _, _, name in page.data["marks"]] == ["evaluation"]
     words = " ".join(page.texts)
     assert "<b>a run</b> & </script>" in words, "escaped in the title"

@@ -176,7 +176,7 @@ def timeline_data(
     }
     return {
         "total": total,
-        "native": native,
+        "native": None if native is None else _short(native),
         "executions": [[*map(_short, e[:2]), *e[2:]] for e in thin(executions)],
         "num_executions": len(executions),
         "marks": marks,
