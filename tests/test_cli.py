@@ -202,12 +202,14 @@ def test_bench_needs_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     package = tmp_path / "benchmarks"
     package.mkdir()
     (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("raise SystemExit(4)")
     (package / "closures.py").write_text("import sys; print(sys.argv[1:])")
     (package / "steps.py").write_text("raise SystemExit(3)")
     assert invoke("bench", "--quick", "closures").exit_code == 0
     done = invoke("bench", "closures", "steps")
     assert done.exit_code == 1
-    assert "failed: steps" in done.output
+    assert "failed: benchmarks.steps" in done.output
+    assert "failed: benchmarks\n" in invoke("bench").output
 
 
 # -- doctor --------------------------------------------------------------------------------------------

@@ -66,16 +66,30 @@ def test_resumed_run_gives_the_losses_of_one_that_went_on(tmp_path: Path) -> Non
     trainer = demo_run.Trainer(corpus)
     for name in ("went on", "resumed"):
         if name == "went on":
-            trainer.train(float("inf"), 4, Run(), [])  # type: ignore[arg-type]
+            trainer.train(lambda: False, 4, Run(), [])  # type: ignore[arg-type]
             demo_run.save(trainer.state(), tmp_path / "checkpoint.pt")
         else:
             trainer = demo_run.Trainer(corpus)
             trainer.load(tmp_path / "checkpoint.pt")
         run = Run()
-        trainer.train(float("inf"), 8, run, [])  # type: ignore[arg-type]
+        trainer.train(lambda: False, 8, run, [])  # type: ignore[arg-type]
         losses[name] = [loss.item() for loss in run.losses]
     assert len(losses["resumed"]) == 4
     assert losses["resumed"] == losses["went on"]
+
+
+def test_demo_waits_for_the_native_step_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = demo_run.time.monotonic()
+    assert demo_run._is_over(now - 1), "nothing is being built"
+    metrics.count("builds_requested")
+    assert not demo_run._is_over(now - 1)
+    assert demo_run._is_over(now - demo_run._PATIENCE - 1)
+    metrics.count("native_executions", demo_run._NATIVE_STEPS)
+    assert demo_run._is_over(now - 1)
+    metrics.reset()
+    metrics.count("builds_requested")
+    metrics.count("builds_failed")
+    assert demo_run._is_over(now - 1)
 
 
 def test_demo_fails_when_the_resumed_state_is_another(

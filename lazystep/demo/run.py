@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import config
+from .. import config, metrics
 from ..barrier import save, to_cpu, wait_device_ops
 from ..capture.step import step
 from ..report import TensorBoardLog
@@ -30,6 +31,8 @@ from .display import Display
 
 _TITLE = "A byte-level GPT learns Python from Python's standard library"
 _SHOW_EVERY = 5
+# Seconds beyond the time given, until this many native steps have been seen.
+_PATIENCE, _NATIVE_STEPS = 90.0, 150
 
 
 class Trainer:
@@ -42,7 +45,9 @@ class Trainer:
         self._corpus = corpus
         self._generator = torch.Generator().manual_seed(1)
 
-    def train(self, deadline: float, last_step: int | None, run: RunDirectory, looks: list[Any]) -> None:
+    def train(
+        self, is_over: Callable[[], bool], last_step: int | None, run: RunDirectory, looks: list[Any]
+    ) -> None:
         """Train until the time is over or the step is reached. Nothing in this loop reads a value."""
         model, optimizer = self.model, self.optimizer
 
@@ -54,7 +59,7 @@ class Trainer:
             optimizer.zero_grad()
             return loss
 
-        while time.monotonic() < deadline and (last_step is None or self.num_steps < last_step):
+        while not is_over() and (last_step is None or self.num_steps < last_step):
             loss = train_step(*sample_batch(self._corpus, self._generator))
             self.num_steps += 1
             run.log(self.num_steps, loss=loss)
@@ -103,7 +108,7 @@ def run_demo(directory: Path, seconds: float, num_steps: int | None, sample_byte
         else:
             print("no TensorBoard log: it needs the extra, pip install 'lazystep[demo]'")
         half = None if num_steps is None else num_steps // 2
-        trainer.train(start + seconds / 2, half, run, looks)
+        trainer.train(lambda: time.monotonic() >= start + seconds / 2, half, run, looks)
         with run.timeline.span("checkpoint"):
             save(trainer.state(), checkpoint)
         with run.timeline.span("resume"):
@@ -111,7 +116,7 @@ def run_demo(directory: Path, seconds: float, num_steps: int | None, sample_byte
             resumed.load(checkpoint)
             num_tensors, is_same = _compare(checkpoint, resumed.state())
         del trainer
-        resumed.train(start + seconds, num_steps, run, looks)
+        resumed.train(lambda: _is_over(start + seconds), num_steps, run, looks)
         wait_device_ops()
     elapsed = time.monotonic() - start
 
@@ -125,6 +130,16 @@ def run_demo(directory: Path, seconds: float, num_steps: int | None, sample_byte
         print(f"it writes   {write_sample(resumed.model, b'def ', sample_bytes)!r}")
     print(f"report      {write_page(directory)}")
     return after < before and is_same
+
+
+def _is_over(end: float) -> bool:
+    """Whether to stop. A busy machine gets some more time, to see the native step that is being built."""
+    now = time.monotonic()
+    if now < end or now >= end + _PATIENCE:
+        return now >= end
+    count = metrics.counter_value
+    is_built = count("builds_requested") > count("builds_failed")
+    return not is_built or count("native_executions") >= _NATIVE_STEPS
 
 
 def _judge(model: nn.Module, corpus: Tensor) -> float:
