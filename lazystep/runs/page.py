@@ -108,7 +108,7 @@ def _tiles(facts: Mapping[str, Any], data: Mapping[str, Any], series: Mapping[st
     tiles: list[tuple[str, str]] = []
     loss = next((points for name, points in series.items() if "loss" in name), None)
     if loss:
-        tiles.append((f"{loss[0][1]:.3f} → {loss[-1][1]:.3f}", "loss, first to last logged"))
+        tiles.append((f"{loss[0][1]:.3g} → {loss[-1][1]:.3g}", "loss, first and last logged"))
     for kind in ("reference", "native"):
         times = sorted(e[1] for e in data.get("executions", []) if e[2] == kind)
         if times:
