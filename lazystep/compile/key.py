@@ -51,7 +51,7 @@ def find_compiler() -> str:
     if path is None:
         raise NoCompilerError(
             f"there is no C++ compiler {name!r} on the PATH, so no step is built: the numbers are the same, "
-            "the steps slower. Install g++ or set CXX to a compiler; LAZYSTEP_TIER=reference asks for no build"
+            "the steps slower. Install g++ or set CXX to a compiler; LAZYSTEP_TIER=reference silences this"
         )
     return path
 

@@ -1,0 +1,147 @@
+"""The code in the README and the docs runs as it stands, and prints what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import page_runner
+import pytest
+
+import lazystep
+import lazystep.errors
+from lazystep import config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    blocks = page_runner.blocks_of(page.read_text())
+    done = subprocess.run(
+        [sys.executable, page_runner.__file__, page],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    num_run = sum(not block.mark.startswith("compiled") for block in blocks)
+    assert done.stdout.count(": ran\n") == num_run
+
+
+def test_every_python_fence_is_found() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        found = page_runner.blocks_of(text)
+        fences = len(re.findall(r"^```python", text, re.MULTILINE))
+        assert sum(f"```python\n{block.code}```" in text for block in found) == fences, page.name
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_contents_list_every_page() -> None:
+    contents = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in contents
+
+
+def test_settings_page_lists_exactly_the_settings() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    assert rows == [config.variable(field.name) for field in dataclasses.fields(config.Settings)]
+
+
+def test_errors_page_lists_every_exception_and_warning() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    headings = set(re.findall(r"^## .*", page, re.MULTILINE))
+    listed = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
+    public = {
+        name
+        for name in lazystep.__all__
+        if inspect.isclass(kind := getattr(lazystep, name)) and issubclass(kind, Exception)
+    }
+    assert public == listed
+    raised = [kind for _, kind in inspect.getmembers(lazystep.errors, inspect.isclass)]
+    assert {kind.__name__ for kind in raised} <= public
+
+
+# -- the runner itself ---------------------------------------------------------------------------------
+
+
+def run_text(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    command = [sys.executable, page_runner.__file__, page]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+
+
+def test_blocks_continue_start_over_raise_and_warn(tmp_path: Path) -> None:
+    done = run_text(
+        tmp_path,
+        """
+<!-- python
+x = 1
+-->
+```python
+y = x + 1
+print(y, "and", id(y))
+```
+```output
+2 and ...
+```
+<!-- raises -->
+```python
+y / 0
+```
+```output
+ZeroDivisionError: division by zero
+```
+<!-- warns -->
+```python
+import warnings
+warnings.warn("here", stacklevel=1)
+```
+```output
+train.py:6: UserWarning: here
+```
+<!-- compiled: torchrun -->
+```python
+this_is_not_run()
+```
+<!-- starts over -->
+```python
+assert "x" not in globals()
+```
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ran") == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\nprint(1)\n```\n```output\n2\n```\n", "the page says\n2\n\nbut this was printed:\n1"),
+        ("```python\n1 / 0\n```\n", "in the block at page.md, line 2"),
+        ("<!-- raises -->\n```python\n1\n```\n", "this block should raise"),
+        ("<!-- warns -->\n```python\n1\n```\n", "this block should warn"),
+        ("<!-- compiled: x -->\n```python\n1 +\n```\n", "SyntaxError"),
+        ("```python\nimport warnings\nwarnings.warn('x')\n```\n", "UserWarning: x"),
+        ("```output\n2\n```\n", "belongs to no code"),
+    ],
+)
+def test_a_page_that_is_wrong_is_found(tmp_path: Path, text: str, message: str) -> None:
+    done = run_text(tmp_path, text)
+    assert done.returncode == 1
+    assert message in done.stderr
