@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +32,7 @@ def test_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
         timeout=240,
         check=False,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -74,6 +77,24 @@ def test_errors_page_lists_every_exception_and_warning() -> None:
     assert public == listed
     raised = [kind for _, kind in inspect.getmembers(lazystep.errors, inspect.isclass)]
     assert {kind.__name__ for kind in raised} <= public
+
+
+def package_strings() -> list[str]:
+    """Every string in the package's code; of a formatted one, the parts between its fields."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "lazystep").rglob("*.py")]
+    constants = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_errors_page_quotes_messages_that_exist() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    cells = [row.split(" | ")[0] for row in re.findall(r"^\| (.*)", page, re.MULTILINE)]
+    quotes = [quote for cell in cells for quote in re.findall(r'"(.*?)"', cell)]
+    strings = package_strings()
+    assert len(quotes) > 40
+    for quote in quotes:
+        for part in filter(None, (part.strip() for part in quote.split("…"))):
+            assert any(part in string for string in strings), f"no message says {part!r}"
 
 
 # -- the runner itself ---------------------------------------------------------------------------------
