@@ -4,8 +4,8 @@
     python examples/digits.py [--quick]
 
 Workers are forked, and a lazy tensor can't be used in a forked child: the executor thread stays in the
-parent. So the dataset holds CPU tensors, the workers augment CPU tensors, and the batch moves to the lazy device
-where it enters the step. The exit status is 1 if fewer than 90 of 100 held-out digits are recognized.
+parent. So the dataset holds CPU tensors, the workers augment CPU tensors, and a batch moves to the lazy
+device where it enters the step. The exit status is 1 if fewer than 90 of 100 held-out digits are recognized.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/gan.py [--quick]
 
-The two steps share both networks. Each is captured by itself; what one of them writes, the other reads where it
-is kept. Noise is drawn on the lazy device inside the steps, in eager's stream, anew at each replay. The exit
-status is 1 if fewer than half of the points that are made lie near a cluster.
+The two steps share both networks. Each is captured by itself; what one of them writes, the other reads where
+it is kept. Noise is drawn on the lazy device inside the steps, in eager's stream, anew at each replay. The
+exit status is 1 if fewer than half of the points that are made lie near a cluster.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ def main() -> int:
         points = generator(torch.randn(2000, 8, device="lazy")).cpu()
     distance, nearest = torch.cdist(points, centers()).min(dim=1)
     is_near = distance < 0.5
-    print(
-        f"{is_near.float().mean():.2f} of the points near a cluster, {len(nearest[is_near].unique())} clusters"
-    )
+    num_clusters = len(nearest[is_near].unique())
+    print(f"{is_near.float().mean():.2f} of the points near a cluster, {num_clusters} clusters")
     print(discriminator_step.explain())
     print(generator_step.explain())
     return 0 if is_near.float().mean() > 0.5 else 1

@@ -2,9 +2,10 @@
 
     python examples/lstm.py [--quick]
 
-Each step reads the next 32 characters of 16 places in the text, and begins with the state in which the step before
-ended: truncated backpropagation through time. The state is kept in two attributes that are rebound in each step. A
-replay reads each where it is kept and puts the new one back there. The exit status is 1 if the loss did not fall.
+Each step reads the next 32 characters of 16 places in the text, and begins with the state in which the step
+before ended: truncated backpropagation through time. The state is kept in two attributes that are rebound in
+each step. A replay reads each where it is kept and puts the new one back there. The exit status is 1 if the
+loss did not fall.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ says more about it:
     <!-- raises -->               it raises; the type, the message and its notes count as printed
     <!-- warns -->                it warns; file, line, category and message count as printed
     <!-- compiled: torchrun -->   it needs more than one process or file, and is only compiled
-    <!-- python ... -->           not a comment but a block that readers do not see: what a page takes for granted
+    <!-- python ... -->           a block that readers do not see: what the page takes for granted
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any
 
 SCRIPT = "train.py"
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>starts over|raises|warns|compiled: [^>]*?) -->\n)?^```(?P<kind>python|output)\n(?P<text>.*?)^```$"
+    r"(?:^<!-- (?P<mark>starts over|raises|warns|compiled: [^>]*?) -->\n)?"
+    r"^```(?P<kind>python|output)\n(?P<text>.*?)^```$"
     r"|^<!-- python\n(?P<hidden>.*?)-->$",
     re.DOTALL | re.MULTILINE,
 )

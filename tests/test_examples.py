@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say, learn, and replay their steps. Others: test_report, overlap/test_example."""
+"""The examples run, learn, and replay their steps. See also test_report and overlap/test_example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name: str, *arguments: str) -> str:
-    """What an example prints. On one thread: others may run beside it, and two threads that wait for a core are slow."""
+    """What an example prints. On one thread: two that share a core wait for each other most of the time."""
     done = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / f"{name}.py", "--quick", *arguments],
         capture_output=True,

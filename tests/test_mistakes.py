@@ -70,6 +70,43 @@ def test_a_step_works_again_after_a_shape_error() -> None:
     assert [step(torch.full((4, 3), float(n))).item() for n in range(5)] == [24.0 * n for n in range(5)]
 
 
+def test_item_in_a_captured_step_names_the_line_and_the_way_out(tmp_path: Path) -> None:
+    done = run(tmp_path, body="loss.item()")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("LazyStepWarning") == 1
+    assert f"it waits for a value (item) at {tmp_path}/train.py:10 in train_step" in done.stderr
+    assert "read it after the call, or in a closure" in done.stderr
+
+
+def test_the_wait_that_is_named_is_this_calls() -> None:
+    x = torch.ones(2).to("lazy")
+    for _ in range(5):
+        x.sum().item()  # a line that waits more often than the one in the step
+
+    @lazystep.step(fullgraph=True)
+    def step(y: torch.Tensor) -> torch.Tensor:
+        x.tolist()  # has its value already: cuts nothing, waits all the same
+        return y * 2
+
+    step(torch.ones(2))
+    with pytest.raises(lazystep.CaptureError, match=r"waits for a value.*in step; read it after the call"):
+        step(torch.ones(2))
+
+
+def test_barrier_in_a_captured_step_is_named() -> None:
+    @lazystep.step(fullgraph=True)
+    def step(y: torch.Tensor) -> torch.Tensor:
+        z = y * 2
+        lazystep.mark_step()
+        return z + 1
+
+    step(torch.ones(2))
+    with pytest.raises(
+        lazystep.CaptureError, match=r"ends a step at .*in step; the call has its own barriers"
+    ):
+        step(torch.ones(2))
+
+
 def test_without_a_compiler_a_step_runs_and_one_warning_says_what_to_do(tmp_path: Path) -> None:
     nothing = tmp_path / "bin"
     nothing.mkdir()
