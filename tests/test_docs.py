@@ -22,18 +22,23 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
-    blocks = page_runner.blocks_of(page.read_text())
-    done = subprocess.run(
-        [sys.executable, page_runner.__file__, page],
+def run_python(*command: str | Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return subprocess.run(
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": path},
     )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    blocks = page_runner.blocks_of(page.read_text())
+    done = run_python(page_runner.__file__, page, directory=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     num_run = sum(not block.mark.startswith("compiled") for block in blocks)
@@ -46,6 +51,27 @@ def test_every_python_fence_is_found() -> None:
         found = page_runner.blocks_of(text)
         fences = len(re.findall(r"^```python", text, re.MULTILINE))
         assert sum(f"```python\n{block.code}```" in text for block in found) == fences, page.name
+
+
+def test_program_in_the_readme_is_what_is_printed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """import torch, lazystep
+torch.manual_seed(0)
+layer = torch.nn.Linear(3, 2).to("lazy").requires_grad_(False)
+x = torch.randn(4, 3).to("lazy")
+lazystep.mark_step()
+
+y = layer(x)
+layer.weight *= 0.5
+y += 1
+lazystep.mark_step()
+print(lazystep.debug.last_program())
+"""
+    )
+    done = run_python(script, directory=tmp_path)
+    shown = (ROOT / "README.md").read_text().partition(">>> print(lazystep.debug.last_program())\n")[2]
+    assert done.stdout.strip() == shown.partition("```")[0].strip()
 
 
 def test_links_between_pages_lead_somewhere() -> None:
@@ -61,8 +87,11 @@ def test_contents_list_every_page() -> None:
 
 
 def test_settings_page_lists_exactly_the_settings() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
-    assert rows == [config.variable(field.name) for field in dataclasses.fields(config.Settings)]
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert re.findall(r"^\| `LAZYSTEP.*", page, re.MULTILINE) == [
+        f"| `{config.variable(field.name)}` | `{field.default}` | {field.metadata['doc']} |"
+        for field in dataclasses.fields(config.Settings)
+    ]
 
 
 def test_errors_page_lists_every_exception_and_warning() -> None:
@@ -103,8 +132,7 @@ def test_errors_page_quotes_messages_that_exist() -> None:
 def run_text(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     page = tmp_path / "page.md"
     page.write_text(text)
-    command = [sys.executable, page_runner.__file__, page]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    return run_python(page_runner.__file__, page, directory=tmp_path)
 
 
 def test_blocks_continue_start_over_raise_and_warn(tmp_path: Path) -> None:

@@ -39,7 +39,14 @@ _NATIVE = (
 
 
 class CaptureError(LazyStepError):
-    """A step with `fullgraph=True` can't be replayed. The message says why and what to do."""
+    """A step with `fullgraph=True` can't be replayed. The message says why and what to do.
+
+    The call itself has been recorded and is right; without `fullgraph` this is a warning.
+
+        @lazystep.step(fullgraph=True)
+        def train_step(x):
+            return model(x).sum().item()        # waits for a value: return the tensor
+    """
 
 
 class _Captures:
@@ -68,7 +75,13 @@ class _Captures:
 
 
 class Step(Generic[P, R]):
-    """A step function: call it as the function itself. See `step`."""
+    """A step function: call it as the function itself. Made by `step`, which says what a call does.
+
+    `num_recorded` and `num_replayed` count its calls; `explain()` says why.
+
+        loss = train_step(x)
+        print(train_step.num_replayed, train_step.explain())
+    """
 
     def __init__(
         self, function: Callable[P, R], fullgraph: bool, audit_every: int | None, max_captures: int
