@@ -64,7 +64,7 @@ lazystep.mark_step()
 
 y = layer(x)
 layer.weight *= 0.5
-y += 1
+y.add_(1, alpha=2)
 lazystep.mark_step()
 print(lazystep.debug.last_program())
 """

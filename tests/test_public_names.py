@@ -27,7 +27,7 @@ NAMES = [
 
 
 def examples_of(doc: str) -> list[str]:
-    """The indented paragraphs of a docstring; else its last one, which is at the margin if it stands alone."""
+    """The indented paragraphs of a docstring; else its last one, which ruff puts at the margin."""
     paragraphs = re.split(r"\n\n(?=\S)|\n\n(?=    )", inspect.cleandoc(doc))[1:]
     return [textwrap.dedent(p) for p in paragraphs if p.startswith("    ")] or paragraphs[-1:]
 
