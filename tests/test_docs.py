@@ -31,7 +31,7 @@ def run_python(*command: str | Path, directory: Path) -> subprocess.CompletedPro
         timeout=240,
         check=False,
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "LAZYSTEP_RECORDER": "auto"},  # what a reader has
     )
 
 

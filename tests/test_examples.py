@@ -22,7 +22,12 @@ def run(name: str, *arguments: str) -> str:
         text=True,
         timeout=240,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            "LAZYSTEP_RECORDER": "auto",
+        },
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -534,6 +534,21 @@ def test_tensor_on_the_host_that_changes_between_calls_is_noticed(change: str) -
     assert masked.num_replayed >= 4 * (NUM_CALLS - 3)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_array_that_is_filled_anew_is_noticed(in_place: bool) -> None:
+    @lazystep.step(audit_every=0)
+    def total(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to("lazy").sum()
+
+    array = np.zeros(3)
+    for number in range(4):
+        array = array if in_place else np.zeros(3)
+        array[:] = number
+        for _ in range(NUM_CALLS):
+            assert total(array).item() == 3 * number
+    assert total.num_replayed >= 4 * (NUM_CALLS - 3)
+
+
 def test_tensor_on_the_host_that_the_step_changes_is_refused() -> None:
     seen = torch.zeros(1)
 
