@@ -1,6 +1,6 @@
 """Two ranks train the same model twice, plain and overlapped: same losses, same parameters, to the bit.
 
-    torchrun --nproc-per-node 2 examples/ddp_overlap.py [--steps 60] [--timeline timeline.json]
+    torchrun --nproc-per-node 2 examples/ddp_overlap.py [--quick] [--steps 60] [--timeline timeline.json]
 
 The loop is the ordinary one: an optimizer with two groups, a schedule, gradient accumulation under `no_sync`.
 One line makes each bucket's parameters update while later buckets are still being reduced. `--timeline`
@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--quick", action="store_true", help="6 steps")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--timeline", type=Path)
     arguments = parser.parse_args()
@@ -69,7 +70,7 @@ def main() -> None:
     runs = {}
     for name in ("plain", "overlapped"):
         start = time.perf_counter()
-        runs[name] = train(arguments.steps, name == "overlapped")
+        runs[name] = train(6 if arguments.quick else arguments.steps, name == "overlapped")
         if dist.get_rank() == 0:
             losses = runs[name][1]
             print(

@@ -9,7 +9,28 @@
     print(loss.item())                # waits for just what it needs
 
 On `device="lazy"` ops are recorded, not run. `mark_step` is the barrier: it looks the program of the
-step up in a cache, hands it to the executor thread and returns.
+step up in a cache, hands it to the executor thread and returns. A program that repeats is compiled to a
+native library in the background, checked against eager's kernels, and switched in between two steps.
+
+A tour:
+
+    step                        decorate a step function: recorded until it repeats, then replayed
+    mark_step                   without the decorator: end the step
+    step_closure                decorate a function that looks at values: runs after the barrier
+    add_step_closure, run_step_closures, flush_step_closures      the same by hand
+    save, to_cpu                checkpoints and copies; synchronize once for all tensors
+    sync_multi, wait_device_ops, wait_for_compile                 wait, each for something else
+    debug                       explain() says in plain words what ran where and why; last_program()
+    metrics                     counters, and the lines of yours that waited
+    report                      ready-made closures: JSONL, CSV, TensorBoard, a progress bar
+    config                      every setting; each is an environment variable, too
+    closure                     the closure handlers alone, without the lazy device
+    lazystep.overlap            import it for DDP: updates while gradients are still being reduced
+
+What goes wrong raises a `LazyStepError` that names the op, your line and the way out: `StepError` for a step
+that failed in the background, `ClosureError` for a closure, `CaptureError` for a step that can't be
+replayed, `DeviceMismatchError`, `UnsupportedError`, `ForkError`, `ConfigError`, `QueueFullError`,
+`WaitTimeoutError`, `OverlapError`. What is merely slow is a `LazyStepWarning`.
 """
 
 from . import closure, config, debug, metrics, report

@@ -352,7 +352,11 @@ def run_step_closures() -> DeviceContext:
     """Run the closures added since the last barrier: hand the async ones over, then run the sync ones.
 
     `mark_step` does this after its barrier. Called by itself it is the end of the step as far as
-    closures go: what is recorded is queued first, so that their tensors have values.
+    closures go: what is recorded is queued first, so that their tensors have values. Waits for what sync
+    closures read, and for a place in a full queue of async ones.
+
+        lazystep.add_step_closure(log, (loss,))
+        lazystep.run_step_closures()
     """
     context = get_device_context()
     runtime.flush(context)
@@ -362,7 +366,13 @@ def run_step_closures() -> DeviceContext:
 
 
 def wait_device_ops(devices: Any = None) -> None:
-    """Block until every queued step has run. Does not end the current step. Raises what failed."""
+    """Block until every queued step has run. Does not end the current step. Raises what failed.
+
+        lazystep.mark_step()
+        lazystep.wait_device_ops()          # now the clock shows what the steps took
+
+    Materializes nothing that a barrier has not queued.
+    """
     for name in [devices] if isinstance(devices, (str, torch.device)) else devices or ():
         check_device(name)
     runtime.executor.wait_idle()
@@ -390,7 +400,10 @@ def sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[Any] = ()) -> 
     """Compute these tensors now: run what they need, in recorded order, and wait for it.
 
     The recording is cut here: everything recorded so far runs, as one program that is looked up in
-    the cache like a step's. Tensors that have their values already cost nothing.
+    the cache like a step's. Tensors that have their values already cost nothing. Not a barrier: closures
+    still wait for theirs.
+
+        lazystep.sync_multi([loss, accuracy])       # one wait for both
     """
     for name in devices:
         check_device(name)
@@ -411,7 +424,10 @@ def handle_of(tensor: torch.Tensor) -> Handle:
 def to_cpu(tensors: Any, devices: Any = None) -> Any:
     """The same structure with every lazy tensor as a CPU tensor of its own. Synchronizes once.
 
-    Takes any nesting of lists, tuples and dicts; what is not a lazy tensor passes through.
+    Takes any nesting of lists, tuples and dicts; what is not a lazy tensor passes through. Cuts the
+    recording if it makes one of them.
+
+        numbers = lazystep.to_cpu({"loss": loss, "norms": norms, "step": 3})
     """
     for name in devices or ():
         check_device(name)
@@ -431,6 +447,9 @@ def save(tensors: Any, *args: Any, **kwargs: Any) -> None:
 
     Takes what `torch.save` takes. Tensors that share memory still share it in the file. Synchronizes
     once, for all tensors together.
+
+        lazystep.save({"model": model.state_dict(), "opt": opt.state_dict()}, "checkpoint.pt")
+        model.load_state_dict(torch.load("checkpoint.pt")["model"])
     """
     lazy = [t for t in pytree.tree_leaves(tensors) if device.is_lazy(t)]
     if lazy:

@@ -17,9 +17,14 @@ from .program.program import Program
 from .record.assemble import assemble
 from .step_closures import get_device_context
 
+__all__ = ["dump_ir", "explain", "last_program", "pending_program", "render_ir_graph"]
+
 
 def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
     """The program that would compute these tensors now, as recorded since the last barrier.
+
+        loss = loss_fn(model(x), y)
+        print(lazystep.debug.pending_program([loss]))
 
     Records nothing, runs nothing. A tensor that has its value already is not part of it.
     """
@@ -31,7 +36,10 @@ def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
 
 
 def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
-    """The pending program of these tensors, as `"text"` or as a `"dot"` graph. Runs nothing."""
+    """The pending program of these tensors, as `"text"` or as a `"dot"` graph. Runs nothing.
+
+    print(lazystep.debug.dump_ir([loss]))
+    """
     if format == "text":
         return str(pending_program(tensors))
     if format == "dot":
@@ -40,12 +48,19 @@ def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
 
 
 def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
-    """The pending program of these tensors as a graph in the dot language. Runs nothing."""
+    """The pending program of these tensors as a graph in the dot language. Runs nothing.
+
+    Path("loss.dot").write_text(lazystep.debug.render_ir_graph([loss]))     # then: dot -Tsvg loss.dot
+    """
     return dump_ir(tensors, "dot")
 
 
 def last_program() -> Program | None:
-    """The program of the step that was queued last: `print(lazystep.debug.last_program())`."""
+    """The program of the step that was queued last; None before the first one. Does not wait for it.
+
+    lazystep.mark_step()
+    print(lazystep.debug.last_program())
+    """
     return runtime.last_program
 
 

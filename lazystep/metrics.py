@@ -19,6 +19,17 @@ from collections import Counter
 
 from . import timeline
 
+__all__ = [
+    "add_seconds",
+    "count",
+    "count_synchronization",
+    "counter_names",
+    "counter_value",
+    "report",
+    "reset",
+    "synchronizations",
+]
+
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 _seconds: Counter[str] = Counter()
@@ -26,19 +37,30 @@ _sync_lines: Counter[tuple[str, str]] = Counter()
 
 
 def count(name: str, amount: int = 1) -> None:
-    """Add to a counter."""
+    """Add to a counter; one of your own, too. Takes a lock, so once a step, not once an op.
+
+    lazystep.metrics.count("batches_skipped")
+    """
     with _lock:
         _counts[name] += amount
 
 
 def add_seconds(name: str, seconds: float) -> None:
-    """Add to a time, in seconds."""
+    """Add to a time, in seconds: its counter is called `seconds_<name>`.
+
+    lazystep.metrics.add_seconds("loading", time.perf_counter() - start)
+    """
     with _lock:
         _seconds["seconds_" + name] += seconds  # type: ignore[assignment]
 
 
 def count_synchronization(reason: str, line: str) -> None:
-    """Count one wait of the training thread for values, with the user's line that asked for them."""
+    """Count one wait of the training thread for values, with the user's line that asked for them.
+
+    For code that reads lazy tensors on behalf of others:
+
+        lazystep.metrics.count_synchronization("my_reader", "train.py:12")
+    """
     with _lock:
         _counts["synchronizations"] += 1
         _counts["synchronizations:" + reason] += 1
@@ -48,25 +70,40 @@ def count_synchronization(reason: str, line: str) -> None:
 
 
 def counter_names() -> list[str]:
-    """The names of all counters that are not zero, sorted."""
+    """The names of all counters that are not zero, sorted.
+
+    for name in lazystep.metrics.counter_names():
+        print(name, lazystep.metrics.counter_value(name))
+    """
     with _lock:
         return sorted([*_counts, *_seconds])
 
 
 def counter_value(name: str) -> int | float:
-    """The value of a counter; 0 for one that has not counted anything yet."""
+    """The value of a counter; 0 for one that has not counted anything yet.
+
+    lazystep.wait_device_ops()      # for a count that includes every queued step
+    assert lazystep.metrics.counter_value("synchronizations") == 0
+    """
     with _lock:
         return _seconds[name] if name in _seconds else _counts[name]
 
 
 def synchronizations() -> list[tuple[str, str, int]]:
-    """Where the training thread waited: (reason, `file:line`, how often), most frequent first."""
+    """Where the training thread waited: (reason, `file:line`, how often), most frequent first.
+
+    for reason, line, count in lazystep.metrics.synchronizations():
+        print(f"{count} x {reason} at {line}")
+    """
     with _lock:
         return [(reason, line, n) for (reason, line), n in _sync_lines.most_common()]
 
 
 def reset() -> None:
-    """Set every counter to zero."""
+    """Set every counter to zero, and forget the lines that waited.
+
+    lazystep.metrics.reset()        # after warm-up, before what is measured
+    """
     with _lock:
         _counts.clear()
         _seconds.clear()
@@ -74,7 +111,10 @@ def reset() -> None:
 
 
 def report() -> str:
-    """All counters and the lines that synchronized, as text."""
+    """All counters and the lines that synchronized, as text.
+
+    print(lazystep.metrics.report())
+    """
     with _lock:
         rows = [f"{name:<44} {value}" for name, value in sorted(_counts.items())]
         rows += [f"{name:<44} {value:.3f}" for name, value in sorted(_seconds.items())]

@@ -17,7 +17,12 @@ _given: set[str] = set()
 
 
 class LazyStepWarning(UserWarning):
-    """Something is not as fast or as durable as it could be; the numbers are right."""
+    """Something is not as fast or as durable as it could be; the numbers are right.
+
+    Each kind is given once, at a barrier, on the training thread.
+
+        warnings.simplefilter("error", lazystep.LazyStepWarning)    # in a test: nothing may be slow
+    """
 
 
 def notice(kind: str, message: str) -> None:

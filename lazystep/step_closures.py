@@ -202,7 +202,10 @@ def check_device(device: Any) -> None:
 
 
 def get_device_context(device: Any = None) -> DeviceContext:
-    """The context of a device; of the lazy device if none is named."""
+    """The context of a device; of the lazy device if none is named. Does not synchronize.
+
+    lazystep.get_device_context().step      # barriers crossed so far
+    """
     check_device(device)
     return _contexts["lazy:0"]
 
@@ -241,6 +244,9 @@ def flush_step_closures(timeout: float | None = None) -> None:
 
     Closures of the step that is being recorded are not included: they wait for its barrier. Raises
     `WaitTimeoutError` after `timeout` seconds, naming the closure that is running and where it is.
+
+        lazystep.mark_step()
+        lazystep.flush_step_closures(timeout=30)        # at the end of training, or before a report
     """
     get_device_context().async_handler.flush(timeout)
 
@@ -248,11 +254,14 @@ def flush_step_closures(timeout: float | None = None) -> None:
 def step_closure(run_async: bool = False, every: int = 1) -> Callable[[F], F]:
     """Make a function a step closure: calling it adds it to the step, in every N-th step that calls it.
 
-    @lazystep.step_closure(run_async=True, every=100)
-    def log(step, loss):
-        print(step, loss.item())
+        @lazystep.step_closure(run_async=True, every=100)
+        def log(step, loss):
+            print(step, loss.item())
 
-    log(step, loss)   # in the step: costs nothing in 99 of 100 steps
+        log(step, loss)   # in the step: costs nothing in 99 of 100 steps
+
+    The call does not synchronize. The function gets the values of its step: on the worker as CPU tensors,
+    without it as lazy tensors, on the training thread, in `mark_step`.
     """
     if every < 1:
         raise ValueError(f"every = {every}: expected at least 1")

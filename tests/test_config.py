@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -67,16 +66,3 @@ def test_counters_count_report_and_reset() -> None:
     metrics.reset()
     assert metrics.counter_names() == []
     assert metrics.report() == "nothing counted yet"
-
-
-def test_public_names_are_those_of_init() -> None:
-    for name in lazystep.__all__:
-        assert getattr(lazystep, name).__doc__ or name == "__version__"
-    assert lazystep.__doc__
-    assert "mark_step" in lazystep.__doc__
-
-
-def test_settings_page_lists_every_setting() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
-    for field in dataclasses.fields(config.Settings):
-        assert f"| `{config.variable(field.name)}` | `{field.default}` | {field.metadata['doc']} |" in page

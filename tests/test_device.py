@@ -288,6 +288,16 @@ def test_saved_files_load_without_lazystep(tmp_path: Any) -> None:
     assert done.stdout.strip() == "loaded", done.stderr
 
 
+def test_saving_many_tensors_synchronizes_once(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to("lazy")
+    lazystep.save(model.state_dict(), tmp_path / "model.pt")
+    assert [(reason, count) for reason, _, count in lazystep.metrics.synchronizations()] == [("save", 1)]
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    pickle.dumps(model[0].weight)
+    assert lazystep.metrics.counter_value("synchronizations:pickle") == 1
+
+
 def test_pickle_gives_cpu_tensors() -> None:
     x = torch.arange(3.0, device="lazy").requires_grad_()
     y = pickle.loads(pickle.dumps(x))

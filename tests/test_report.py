@@ -121,4 +121,13 @@ def test_example_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "40 steps, 40 executions, 0 syncs" in done.stdout
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 40
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(losses) == 40
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (n, pytest.approx(losses[n])) for n in (0, 20)
+    ]
+    assert [e.step for e in events.Histograms("first layer")] == [0, 20]

@@ -416,3 +416,22 @@ def test_running_statistics_are_read_after_their_step_and_kept_without_a_use() -
             lazystep.mark_step()
         assert torch.equal(lazy.running_mean.cpu(), eager.running_mean)
         assert torch.equal(lazy.running_var.cpu(), eager.running_var)
+
+
+@pytest.mark.parametrize("width", [8, 96])  # of which the second is not tried out in passing: too large
+def test_lstm_layer_trains_whatever_its_size(width: int) -> None:
+    def losses(device: str) -> list[float]:
+        torch.manual_seed(0)
+        lstm = nn.LSTM(width, width, batch_first=True).to(device)
+        optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
+        x = torch.randn(8, 16, width).to(device)
+        found = []
+        for _ in range(3):
+            loss = lstm(x)[0].square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses("lazy") == losses("cpu")

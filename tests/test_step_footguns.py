@@ -513,7 +513,7 @@ def test_constant_that_is_returned_belongs_to_the_caller() -> None:
     assert view_of_a_constant.num_replayed >= NUM_CALLS - 3
 
 
-@pytest.mark.parametrize("change", ["in place", "another tensor"])
+@pytest.mark.parametrize("change", ["in place", "another tensor", "another at the same address"])
 def test_tensor_on_the_host_that_changes_between_calls_is_noticed(change: str) -> None:
     box = types.SimpleNamespace(mask=torch.ones(2))
 
@@ -526,9 +526,27 @@ def test_tensor_on_the_host_that_changes_between_calls_is_noticed(change: str) -
             assert masked(torch.ones(2)).item() == 2 * (number + 1)
         if change == "in place":
             box.mask += 1
-        else:
+        elif change == "another tensor":
             box.mask = box.mask + 1
+        else:
+            box.mask = None  # its memory, and with it its id, is free for the next one
+            box.mask = torch.full((2,), number + 2.0)
     assert masked.num_replayed >= 4 * (NUM_CALLS - 3)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_array_that_is_filled_anew_is_noticed(in_place: bool) -> None:
+    @lazystep.step(audit_every=0)
+    def total(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to("lazy").sum()
+
+    array = np.zeros(3)
+    for number in range(4):
+        array = array if in_place else np.zeros(3)
+        array[:] = number
+        for _ in range(NUM_CALLS):
+            assert total(array).item() == 3 * number
+    assert total.num_replayed >= 4 * (NUM_CALLS - 3)
 
 
 def test_tensor_on_the_host_that_the_step_changes_is_refused() -> None:

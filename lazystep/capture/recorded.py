@@ -119,17 +119,19 @@ class RecordedCall:
             for number, leaf in enumerate(self.leaves)
         ]
         args, kwargs = pytree.tree_unflatten(traced, spec)
-        num_syncs = metrics.counter_value("synchronizations")
+        waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
         stream = torch.get_rng_state()
         recorder.draws, context.log = self.draws, self.added
         runtime.on_cut = self._on_cut
         try:
             with traced_math(), self._traced_groups(), self._traced_state(), Pins(self.host_state):
                 self.result = self._function(*args, **kwargs)
-            if metrics.counter_value("synchronizations") != num_syncs or self._cuts:
-                lines = metrics.synchronizations()
-                where = self._cuts[0] if self._cuts else lines[0][1] if lines else "an unknown line"
-                self._refuse(f"it waits for a value, or ends a step, at {where}")
+            for reason, line, count in metrics.synchronizations():
+                if count > waits_before.get((reason, line), 0):
+                    way_out = "read it after the call, or in a closure"
+                    self._refuse(f"it waits for a value ({reason}) at {line}; {way_out}")
+            if self._cuts:
+                self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
             self._settle()
             if not self.reason and not self._draws_explain(stream):
                 self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
@@ -330,6 +332,8 @@ class Guards:
         self._flags = self._read_flags()
         self._groups = self._read_groups()
         self._versions = self._read_versions()
+        # Kept alive, so that no other tensor can get the id of one of them.
+        self._host_values = [place.get() for place in self._host]
 
     def _read_simple(self) -> list[Any]:
         return [container[key] for container, key in self._slots] + [place.get() for place in self._cells]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import warnings
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Hashable
 from types import CodeType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -43,7 +45,14 @@ reasons: deque[str] = deque(maxlen=64)
 
 
 class CaptureError(LazyStepError):
-    """A step with `fullgraph=True` can't be replayed. The message says why and what to do."""
+    """A step with `fullgraph=True` can't be replayed. The message says why and what to do.
+
+    The call itself has been recorded and is right; without `fullgraph` this is a warning.
+
+        @lazystep.step(fullgraph=True)
+        def train_step(x):
+            return model(x).sum().item()        # waits for a value: return the tensor
+    """
 
 
 class _Captures:
@@ -72,7 +81,13 @@ class _Captures:
 
 
 class Step(Generic[P, R]):
-    """A step function: call it as the function itself. See `step`."""
+    """A step function: call it as the function itself. Made by `step`, which says what a call does.
+
+    `num_recorded` and `num_replayed` count its calls; `explain()` says why.
+
+        loss = train_step(x)
+        print(train_step.num_replayed, train_step.explain())
+    """
 
     def __init__(
         self, function: Callable[P, R], fullgraph: bool, audit_every: int | None, max_captures: int
@@ -395,5 +410,9 @@ def _kind(leaf: Any, alias: int) -> Hashable:
     try:
         hash(leaf)
     except TypeError:
+        if isinstance(leaf, np.ndarray):
+            # By its contents: nothing else tells when it is written in place.
+            digest = hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest()
+            return type(leaf), leaf.dtype.str, leaf.shape, digest
         return type(leaf), id(leaf)
     return type(leaf), leaf

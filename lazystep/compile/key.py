@@ -50,8 +50,8 @@ def find_compiler() -> str:
     path = shutil.which(name)
     if path is None:
         raise NoCompilerError(
-            f"there is no C++ compiler {name!r} on the PATH: steps stay on the reference executable. "
-            "Install g++ or set CXX"
+            f"there is no C++ compiler {name!r} on the PATH, so no step is built: the numbers are the same, "
+            "the steps slower. Install g++ or set CXX to a compiler; LAZYSTEP_TIER=reference silences this"
         )
     return path
 

@@ -38,6 +38,9 @@ class FunctionalOptimizer(Protocol):
 class OptimizerHookState:
     """A functional optimizer, and the parameters that it is for; all that DDP reduces by default.
 
+        state = OptimizerHookState(as_functional(torch.optim.SGD, lr=0.1))
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
+
     `ValueError` if it has no method `step_param`.
     """
 
@@ -57,7 +60,10 @@ class OptimizerHookState:
 def as_functional(
     optimizer_class: type[Optimizer], *args: Any, per_parameter: bool = False, **kwargs: Any
 ) -> AnyOptimizer:
-    """Give `step_param` to any torch optimizer: `as_functional(torch.optim.SGD, lr=0.1, momentum=0.9)`.
+    """Give `step_param` to any torch optimizer.
+
+        functional = as_functional(torch.optim.SGD, lr=0.1, momentum=0.9)
+        functional.step_param(parameter, gradient)
 
     The arguments are the class's own, without the parameters. `per_parameter` declares a third-party
     optimizer to update each parameter independently.
@@ -142,6 +148,9 @@ class _UpdatingHook:
 def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook:
     """Wrap a DDP communication hook: each parameter is updated once its bucket's reduction has succeeded.
 
+        state = OptimizerHookState(as_functional(torch.optim.SGD, lr=0.1))
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
+
     All updates are finished before `backward()` returns. There is no `step()` to call, and gradients are
     left as DDP leaves them.
     """
@@ -165,7 +174,10 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
 
 @dataclass
 class OptimInBackwardHookState:
-    """The state of `apply_optim_in_backward_hook`: an optimizer, and the ranks to average over."""
+    """The state of `apply_optim_in_backward_hook`: an optimizer, and the ranks to average over.
+
+    state = OptimInBackwardHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    """
 
     optimizer: Optimizer
     process_group: dist.ProcessGroup | None = None

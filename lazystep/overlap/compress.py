@@ -17,6 +17,8 @@ def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Fu
 
     torch's `bf16_compress_hook` does the same and is refused by DDP without NCCL. The state to register
     it with is the process group; None is the default one.
+
+        overlap_optimizer(ddp, optimizer, hook=bf16_hook)
     """
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None

@@ -60,7 +60,10 @@ class Attached:
 
 @dataclass
 class Statistics:
-    """What overlap did so far. `parameters_left`: of the model, updated by `optimizer.step()` instead."""
+    """What overlap did so far. `parameters_left`: of the model, updated by `optimizer.step()` instead.
+
+    print(handle.statistics.parameters_updated, handle.statistics.seconds_waiting)
+    """
 
     backwards: int = 0
     buckets: int = 0

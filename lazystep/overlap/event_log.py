@@ -22,6 +22,9 @@ class BucketEvents:
 
     A bucket is ready when its last gradient is. `updated` counts the parameters that were updated before
     `backward()` returned; the others of the bucket are left to `optimizer.step()`.
+
+        for event in handle.events():
+            print(event.bucket, event.reduce_end - event.reduce_start)
     """
 
     backward: int

@@ -21,7 +21,14 @@ from .peers import Peers
 
 
 class OverlapHandle:
-    """What `overlap_optimizer` returns: looks at the overlap of one optimizer, and ends it."""
+    """What `overlap_optimizer` returns: looks at the overlap of one optimizer, and ends it.
+
+    Only `wait()` blocks, on the other ranks; looking does not synchronize.
+
+        handle = overlap_optimizer(ddp, optimizer)
+        print(handle.statistics.parameters_updated)
+        handle.remove()
+    """
 
     def __init__(self, engine: Engine, attached: Attached) -> None:
         self._engine = engine

@@ -35,9 +35,13 @@ from .host import eager_dispatch, serial_dispatch
 
 # Ops that move at most this many bytes are tried out on real zeros when first met.
 _PROBE_BYTES = 1 << 18
-# Ops whose inferred shapes are wrong on the CPU: tried out whatever their size. They touch little
-# of their operands when every index is zero.
-_ALWAYS_PROBED = ("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
+# Ops whose inferred shapes are wrong on the CPU: tried out whatever their size. Embedding bags touch little
+# of their operands when every index is zero; the LSTM layer, whose workspace is inferred as empty, runs once.
+_ALWAYS_PROBED = (
+    "aten._embedding_bag.default",
+    "aten._embedding_bag_forward_only.default",
+    "aten.mkldnn_rnn_layer.default",
+)
 
 
 class Action(enum.Enum):

@@ -268,7 +268,25 @@ def _decide(
             return [to_operand(a) for a in arg]
         return arg
 
-    return decide(facts, tuple(to_operand(a) for a in args), {k: to_operand(v) for k, v in kwargs.items()})
+    taken = tuple(to_operand(a) for a in args)
+    taken_kwargs = {k: to_operand(v) for k, v in kwargs.items()}
+    try:
+        return decide(facts, taken, taken_kwargs)
+    except Exception as error:
+        # Eager's error does not say which of the ops of a line it was, nor which line of the user's.
+        shown = [str(_shown(a)) for a in taken] + [f"{k}={_shown(v)}" for k, v in taken_kwargs.items()]
+        error.add_note(
+            f"lazystep: raised while recording {facts.name}({', '.join(shown)}) at {user_line()}. "
+            "Eager raises this on CPU tensors, too. The op was not recorded: change its arguments there."
+        )
+        raise
+
+
+def _shown(arg: Any) -> Any:
+    """An argument as a message shows it: a lazy tensor by its type."""
+    if type(arg) is Operand:
+        return arg.type
+    return [_shown(a) for a in arg] if type(arg) is list else arg
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -198,8 +198,12 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The real tensor behind a lazy one, as leaf of the same kind. Synchronizes; shares memory."""
     from .dispatch import recorder
 
-    metrics.count_synchronization("pickle", user_line())
     handle = handle_of(tensor)
+    with recorder().lock:
+        is_pending = recorder().is_pending(handle)
+    # `save` has waited for all tensors together: the pickler then finds each of them ready.
+    if is_pending or any(run and not run.is_finished for run in (handle.run, handle.storage.run)):
+        metrics.count_synchronization("pickle", user_line())
     recorder().synchronize([handle])
     assert handle.tensor is not None
     real = handle.tensor.detach()
@@ -280,7 +284,10 @@ _ids = itertools.count(1)
 
 
 def get_tensor_id(tensor: torch.Tensor) -> int:
-    """A number that no other tensor has, stable for the tensor's life. Does not synchronize."""
+    """A number that no other tensor has, stable for the tensor's life. Does not synchronize.
+
+    seen[lazystep.get_tensor_id(weight)] = name
+    """
     if not is_lazy(tensor):
         raise ValueError(f"expected a tensor on the lazy device, got one on {tensor.device}")
     number: int = tensor.__dict__.setdefault("_tensor_id", next(_ids))
