@@ -21,6 +21,7 @@ A tour:
     save, to_cpu                checkpoints and copies; synchronize once for all tensors
     sync_multi, wait_device_ops, wait_for_compile                 wait, each for something else
     debug                       explain() says in plain words what ran where and why; last_program()
+    profile, RunDirectory       a trace of what ran when; what a run leaves behind for `lazystep report`
     metrics                     counters, and the lines of yours that waited
     report                      ready-made closures: JSONL, CSV, TensorBoard, a progress bar
     config                      every setting; each is an environment variable, too

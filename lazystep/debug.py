@@ -17,7 +17,7 @@ from .program.program import Program
 from .record.assemble import assemble
 from .step_closures import get_device_context
 
-__all__ = ["dump_ir", "explain", "last_program", "pending_program", "render_ir_graph"]
+__all__ = ["dump_ir", "explain", "last_program", "pending_program", "profile", "render_ir_graph"]
 
 
 def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
