@@ -117,6 +117,33 @@ def test_schedule_loss_weight_and_dropout_probability_never_recompile() -> None:
     assert "natively" in debug.explain()
 
 
+@pytest.mark.parametrize(("kind", "options"), [("AdamW", "foreach"), ("AdamW", "fused"), ("SGD", "fused")])
+def test_learning_rate_is_an_input_in_every_form_of_an_optimizer(kind: str, options: str) -> None:
+    def run(device: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(device)
+        optimizer = getattr(torch.optim, kind)(
+            model.parameters(), lr=0.1, weight_decay=0.01, **{options: True}
+        )
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for number in range(20):
+            model(torch.ones(2, 4, device=device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if device == "lazy":
+                lazystep.mark_step()
+                if number == 6:
+                    assert lazystep.wait_for_compile(300)
+        return model.weight.detach().cpu()
+
+    got = run("lazy")
+    assert count("builds_started") <= 2, debug.explain()
+    assert count("native_executions") >= 10, debug.explain()
+    assert count("native_mismatches") == 0
+    torch.testing.assert_close(got, run("cpu"), rtol=0, atol=1e-5)
+
+
 SECOND_PROCESS = """
 import json, sys
 sys.path.insert(0, {tests!r})

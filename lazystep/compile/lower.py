@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve_op
 from ..program.signature import Signature
 from ..program.types import TensorType
-from .scalars import FreeScalar, base_name, call_with_scalars, expand_foreach, run_plain
+from .fused import FUSED
+from .scalars import FreeScalar, base_name, bind, call_with_scalars, expand_foreach, run_plain
 
 # Aliases that would cost a copy after functionalization.
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -119,6 +120,9 @@ class _Interpreter:
             self._tensors[value] = tensor
 
     def _call(self, instruction: Instruction, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        fused = FUSED.get(base_name(instruction.op))
+        if fused is not None:
+            return fused(**bind(instruction.op, args, kwargs))
         results = [v for v in instruction.results if v is not None]
         has_free = any(_has_free(arg) for arg in (*args, *kwargs.values()))
         if has_free:

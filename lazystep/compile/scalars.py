@@ -43,6 +43,7 @@ _FREE: dict[str, frozenset[str]] = {
     "masked_fill": frozenset({"value"}),
     "where": frozenset({"self", "other"}),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), frozenset({"other"})),
+    **dict.fromkeys(("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"), frozenset({"lr"})),
 }
 # What the scalar of a foreach op is called in the plain op.
 _FOREACH_NAMES = {
@@ -71,7 +72,7 @@ def fixed_slots(program: Program) -> frozenset[int]:
 def call_with_scalars(instruction: Instruction, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Call the op with 0-d tensors in the place of its free scalars. `out`: the recorded dtype."""
     name = base_name(instruction.op)
-    bound = _bind(instruction.op, args, kwargs)
+    bound = bind(instruction.op, args, kwargs)
     in_place = resolve_op(instruction.op)._schema.is_mutable  # type: ignore[attr-defined]
     if name in _RULES:
         result = _in_opmath(_RULES[name], bound, out)
@@ -94,10 +95,11 @@ def expand_foreach(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iter
     name = base_name(op)
     if not is_foreach(op) or name not in _FOREACH_NAMES:
         return None
-    bound = _bind(op, args, kwargs)
+    bound = bind(op, args, kwargs)
     number_name = _FOREACH_NAMES[name]
     renames = {"scalar": number_name, "scalars": number_name, "weight": "weight", "value": "value"}
-    renames |= {"tensor1": "end" if name == "lerp" else "tensor1"}
+    if name == "lerp":
+        renames["tensors1"] = "end"
     size = len(bound["self"])
 
     def element(index: int) -> dict[str, Any]:
@@ -273,7 +275,8 @@ def _in_opmath(call: Callable[..., Any], bound: dict[str, Any], out: torch.dtype
 _ONE: dict[type, Any] = {float: 1.0, int: 1}
 
 
-def _bind(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
     names = [argument.name for argument in resolve_op(op)._schema.arguments]  # type: ignore[attr-defined]
     return dict(zip(names, args, strict=False)) | kwargs
 

@@ -36,7 +36,7 @@ A_FEW_OPS = (
     *("nn.functional.dropout", "scatter_add", "sort"),
 )
 A_FEW_MODULES = ("nn.BatchNorm2d", "nn.Embedding", "nn.GRU", "nn.LayerNorm")
-A_FEW_OPTIMS = (("AdamW", "loop"), ("SGD", "foreach"))
+A_FEW_OPTIMS = (("AdamW", "foreach"), ("Adam", "fused"))
 NUM_OPTIM_STEPS = 6
 # Operators whose programs stay on the reference executable, and part of the reason.
 STAYS = {
