@@ -28,6 +28,7 @@ from .compile.scalars import fixed_slots
 from .config import settings
 from .execute.compare import Results, describe, differences, perturb
 from .execute.native import NativeExecutable, UnfitError, load
+from .execute.openmp import sleeping_barriers
 from .execute.reference import ReferenceExecutable
 from .notices import notice
 from .program.program import Program
@@ -50,7 +51,7 @@ class Tiers:
     """What all programs share: the builder, and how many libraries have been loaded."""
 
     def __init__(self) -> None:
-        self.builder = Builder()
+        self.builder = Builder(sleeping_barriers)
         self.num_loaded = 0  # ever: a library that is not used any more stays mapped
 
     def close(self) -> None:

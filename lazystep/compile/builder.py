@@ -61,7 +61,11 @@ class Request:
 class Builder:
     """Takes requests from any thread. One per process."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, while_building: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        """`while_building`: entered on the build thread for the time of each build."""
+        self._while_building = while_building
         self._condition = threading.Condition()
         self._queue: collections.deque[Request] = collections.deque()
         self._current: Request | None = None
@@ -219,7 +223,8 @@ class Builder:
         directory = cache.temporary_directory()
         metrics.count("builds_started")
         try:
-            with timeline.span("build", "build", key=key, instructions=len(request.program.instructions)):
+            size = len(request.program.instructions)
+            with timeline.span("build", "build", key=key, instructions=size), self._while_building():
                 answer = self._ask(cache, request, text, directory)
             if "error" in answer:
                 raise BuildError(answer["kind"], _with_line(answer, request.program))
