@@ -119,6 +119,7 @@ class Replay:
         self._find_scalars(earlier, call)
         self._find_outputs(earlier, call)
         self._evaluate = self._write(call)
+        self._layout = runtime.layout_of(self.variant)
 
     # -- binding -------------------------------------------------------------------------------------
 
@@ -350,7 +351,7 @@ class Replay:
         scalars = numbers[: len(self._program.scalars)]
         if profile is not None:
             profile.add("replay", "recording", start, time.perf_counter())
-        runtime.replay(self.variant, handles, scalars, context, prepare)
+        runtime.replay(self.variant, self._layout, handles, scalars, context, prepare)
         result = pytree.tree_unflatten([recipe(made) for recipe in self._results], self._result_spec)
         return True, result
 
