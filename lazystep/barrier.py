@@ -23,7 +23,7 @@ from .config import settings
 from .errors import LazyStepError, StepError
 from .execute.executor import Executor, report_dropped
 from .execute.openmp import release_pool
-from .execute.run import Cell, Run
+from .execute.run import Cell, Run, list_of_scalars
 from .history import History
 from .notices import give_notices, print_notices
 from .program.program import Program
@@ -99,6 +99,7 @@ class Runtime:
         # Asked for once: the native recorder makes them, or hands them over, at that moment.
         inputs, scalars, outputs = cut.inputs, cut.scalars, cut.cells(variant.outputs)
         if self.on_cut is not None:
+            scalars = list_of_scalars(scalars)
             self.on_cut(CutProgram(cut.known, variant, inputs, scalars, outputs))
         self.num_steps += 1
         self.last_program = variant.executable.program

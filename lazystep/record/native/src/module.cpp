@@ -94,6 +94,17 @@ struct Cells {
   }
 };
 
+// The numbers of a recording: Python objects only where somebody looks at them.
+struct Scalars {
+  std::vector<Number> numbers;
+
+  py::list to_list() const {
+    py::list list(numbers.size());
+    for (size_t i = 0; i < numbers.size(); ++i) list[i] = to_python(numbers[i]);
+    return list;
+  }
+};
+
 // The memory that a recording writes, under its numbers there: the next one numbers it anew.
 struct Written {
   std::vector<std::pair<int64_t, Ptr<Alias>>> aliases;
@@ -198,11 +209,7 @@ struct PythonCut {
   // Taken out, not copied: a barrier asks once.
   Cells take_inputs() { return {std::move(cut.recording.inputs)}; }
 
-  py::list scalars() const {
-    py::list list(cut.recording.numbers.size());
-    for (size_t i = 0; i < cut.recording.numbers.size(); ++i) list[i] = to_python(cut.recording.numbers[i]);
-    return list;
-  }
+  Scalars take_scalars() { return {std::move(cut.recording.numbers)}; }
 
   // The live values with these indices; null for those that are not alive. Both are in rising order.
   Cells cells(const py::tuple& indices) const {
@@ -371,6 +378,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("deliver", &Cells::deliver)
       .def("suspects", &Cells::suspects);
 
+  py::class_<Scalars>(module, "Scalars").def("tolist", &Scalars::to_list);
+
   py::class_<Written>(module, "Written")
       .def("with_snapshots", &Written::with_snapshots)
       .def("get", &Written::get);
@@ -379,7 +388,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("known", &PythonCut::known)
       .def_property_readonly("outputs", &PythonCut::outputs)
       .def_property_readonly("inputs", &PythonCut::take_inputs)
-      .def_property_readonly("scalars", &PythonCut::scalars)
+      .def_property_readonly("scalars", &PythonCut::take_scalars)
       .def_property_readonly("written", &PythonCut::written)
       .def_property_readonly("started", [](const PythonCut& cut) { return cut.cut.recording.started; })
       .def_property_readonly(
