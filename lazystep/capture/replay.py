@@ -166,7 +166,7 @@ class Replay:
                 else:
                     self._fresh.append((position, constant.clone))
                     lasting.pop()
-        self._state_positions = [row[0] for row in (*self._items, *self._slots)]
+        self._state_positions = [n for n, _, _ in self._items] + [n for n, _ in self._slots]
         self._storages = self._storage_pattern(lasting)
         self._last_state: list[Any] = []
         self._state_storages: set[Storage] = set()
