@@ -361,9 +361,8 @@ class Guards:
             if key != "params" and not _is_traced_kind(value)
         ]
 
-    def _read_versions(self) -> list[Any]:
-        values = (place.get() for place in self._host)
-        return [(id(value), getattr(value, "_version", None)) for value in values]
+    def _read_versions(self) -> list[_Version]:
+        return [_Version(place.get()) for place in self._host]
 
     def hold(self) -> bool:
         """Whether everything is as it was when the call began."""
@@ -416,6 +415,22 @@ class Guards:
             if before != after:
                 return f"it changes {place.key or 'a variable'!r}, a CPU tensor, which a replay would not"
         return ""
+
+
+class _Version:
+    """A tensor at one moment. Holds it: another one may get the address, and so the id, of one that is gone."""
+
+    __slots__ = ("number", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.number = getattr(tensor, "_version", None)
+
+    def __eq__(self, other: object) -> bool:
+        is_same = isinstance(other, _Version) and self.tensor is other.tensor
+        return is_same and self.number == other.number  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:
