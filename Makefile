@@ -65,7 +65,6 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[demo,test,check]'
-	$(BIN)/python setup.py --quiet build_ext --inplace || echo 'no native recorder: its tests are skipped'
 	touch $(STAMP)
 
 clean:

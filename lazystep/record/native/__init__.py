@@ -16,7 +16,10 @@ from ...errors import LazyStepError
 from ...notices import LazyStepWarning
 
 _MISSING = "lazystep was installed without its native recorder"
-_REMEDY = "Build it again: pip install --force-reinstall --no-deps --no-cache-dir lazystep"
+# Against the torch that is here, which need not be the one that an isolated build would get.
+_REMEDY = (
+    "Build it again: pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps lazystep"
+)
 
 
 def load(choice: str) -> ModuleType | None:

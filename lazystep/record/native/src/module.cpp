@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <memory>
 #include <unordered_map>
 
 #include "host.h"
@@ -198,6 +199,7 @@ struct Binding {
 struct PythonCut {
   Cut cut;
   Ptr<Known> known;
+  std::shared_ptr<Written> written;  // of the recording
   size_t num_instructions = 0;
 
   py::tuple outputs() const {
@@ -224,12 +226,6 @@ struct PythonCut {
     return cells;
   }
 
-  Written written() const {
-    Written written;
-    std::lock_guard lock(recorder().mutex);
-    for (const auto& alias : cut.recording.written) written.aliases.emplace_back(alias->number, alias);
-    return written;
-  }
 
   // Tell what was recorded which run makes and writes it.
   void commit(const py::object& run) {
@@ -239,7 +235,7 @@ struct PythonCut {
       // The next recording may have written it already, on another thread.
       if (alias.writer == cut.recording.id) alias.writer = 0;
     };
-    for (const auto& alias : cut.recording.written) set_writer(*alias);
+    for (const auto& [number, alias] : written->aliases) set_writer(*alias);
     for (const auto& value : cut.live) {
       commit.set(value->run);
       if (value->alias->writer == cut.recording.id) set_writer(*value->alias);
@@ -380,7 +376,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::class_<Scalars>(module, "Scalars").def("tolist", &Scalars::to_list);
 
-  py::class_<Written>(module, "Written")
+  py::class_<Written, std::shared_ptr<Written>>(module, "Written")
       .def("with_snapshots", &Written::with_snapshots)
       .def("get", &Written::get);
 
@@ -389,7 +385,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("outputs", &PythonCut::outputs)
       .def_property_readonly("inputs", &PythonCut::take_inputs)
       .def_property_readonly("scalars", &PythonCut::take_scalars)
-      .def_property_readonly("written", &PythonCut::written)
+      .def_readonly("written", &PythonCut::written)
       .def_property_readonly("started", [](const PythonCut& cut) { return cut.cut.recording.started; })
       .def_property_readonly(
           "num_instructions",
@@ -411,6 +407,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     if (!recorder().cut(cut.cut)) return py::none();
     cut.num_instructions = cut.cut.recording.num_entries - cut.cut.recording.inputs.size();
     cut.known = recorder().identify(cut.cut.recording);
+    cut.written = std::make_shared<Written>(Written{std::move(cut.cut.recording.written)});
     return py::cast(std::move(cut));
   });
   module.def("peek", [] { return recorder().peek(); });

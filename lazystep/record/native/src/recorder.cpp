@@ -62,7 +62,7 @@ Afterwards Recorder::record(
     Alias& alias = *operands[operand]->alias;
     if (alias.writer != recording.id) {
       alias.writer = recording.id;
-      recording.written.push_back(operands[operand]->alias);
+      recording.written.emplace_back(alias.number, operands[operand]->alias);
     }
   }
   c10::SmallVector<Ptr<Alias>, 4> fresh;
