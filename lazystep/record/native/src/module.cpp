@@ -204,7 +204,7 @@ struct PythonCut {
 
   py::tuple outputs() const {
     py::tuple indices(cut.live.size());
-    for (size_t i = 0; i < cut.live.size(); ++i) indices[i] = cut.live[i]->index;
+    for (size_t i = 0; i < cut.live.size(); ++i) indices[i] = cut.live[i].first;
     return indices;
   }
 
@@ -219,9 +219,9 @@ struct PythonCut {
     size_t at = 0;
     for (auto item : indices) {
       auto index = item.cast<int64_t>();
-      while (at < cut.live.size() && cut.live[at]->index < index) ++at;
-      bool is_live = at < cut.live.size() && cut.live[at]->index == index;
-      cells.values.push_back(is_live ? cut.live[at] : nullptr);
+      while (at < cut.live.size() && cut.live[at].first < index) ++at;
+      bool is_live = at < cut.live.size() && cut.live[at].first == index;
+      cells.values.push_back(is_live ? cut.live[at].second : nullptr);
     }
     return cells;
   }
@@ -236,7 +236,7 @@ struct PythonCut {
       if (alias.writer == cut.recording.id) alias.writer = 0;
     };
     for (const auto& [number, alias] : written->aliases) set_writer(*alias);
-    for (const auto& value : cut.live) {
+    for (const auto& [index, value] : cut.live) {
       commit.set(value->run);
       if (value->alias->writer == cut.recording.id) set_writer(*value->alias);
     }

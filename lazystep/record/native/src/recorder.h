@@ -71,7 +71,8 @@ struct Recording {
 // A finished recording with what was alive at the barrier.
 struct Cut {
   Recording recording;
-  std::vector<Ptr<Value>> live;
+  // With the number that each has there: another thread's next recording may number it anew at once.
+  std::vector<std::pair<int64_t, Ptr<Value>>> live;
 };
 
 // What `Recorder::record` asks of its caller, once the lock is free.
