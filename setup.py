@@ -1,8 +1,9 @@
 """The native recorder: an optional part of the build. Everything else stands in pyproject.toml.
 
-`pip install` builds it in an environment of its own, against the newest torch that the package takes, which is
-also the one that it installs. Against the torch that is there already: `pip install --no-build-isolation`, or in
-place `python setup.py build_ext --inplace`. Without a compiler the install goes on without it.
+`pip install` builds it in an environment of its own, against the newest torch that the package takes,
+which is also the one that it installs. Against the torch that is there already: `pip install
+--no-build-isolation`, or in place `python setup.py build_ext --inplace`. Without a compiler the install
+goes on without it.
 """
 
 from __future__ import annotations

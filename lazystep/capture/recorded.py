@@ -418,7 +418,7 @@ class Guards:
 
 
 class _Version:
-    """A tensor at one moment. Holds it: another one may get the address, and so the id, of one that is gone."""
+    """A tensor at one moment. Holds it: another one may get the id of one that is gone."""
 
     __slots__ = ("number", "tensor")
 
