@@ -1,7 +1,9 @@
 """The native recorder: an optional part of the build. Everything else stands in pyproject.toml.
 
-Built against the torch that is installed, so with `pip install --no-build-isolation`, or in place with
-`python setup.py build_ext --inplace`. An isolated build has no torch and leaves it out.
+`pip install` builds it in an environment of its own, against the newest torch that the package takes,
+which is also the one that it installs. Against the torch that is there already: `pip install
+--no-build-isolation`, or in place `python setup.py build_ext --inplace`. Without a compiler the install
+goes on without it.
 """
 
 from __future__ import annotations

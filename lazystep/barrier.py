@@ -23,14 +23,14 @@ from .config import settings
 from .errors import LazyStepError, StepError
 from .execute.executor import Executor, report_dropped
 from .execute.openmp import release_pool
-from .execute.run import Cell, Run
+from .execute.run import Cell, Run, list_of_scalars
 from .history import History
 from .notices import give_notices, print_notices
 from .program.program import Program
 from .record import device
 from .record.assemble import assemble
-from .record.handle import Handle, Storage
-from .record.recorder import Cut, KnownRecording, Written
+from .record.handle import Handle
+from .record.recorder import Cut, KnownRecording, Layout, Written
 from .record.snapshot import preserve_snapshots
 from .record.source import user_line
 from .step_closures import DeviceContext, check_device, get_device_context, report_at_exit
@@ -96,15 +96,17 @@ class Runtime:
         start = time.perf_counter() if profile is not None else 0.0
         variant = self._find_program(cut)
         self.recorder.guess_next(cut.known)
-        outputs = cut.cells(variant.outputs)
+        # Asked for once: the native recorder makes them, or hands them over, at that moment.
+        inputs, scalars, outputs = cut.inputs, cut.scalars, cut.cells(variant.outputs)
         if self.on_cut is not None:
-            self.on_cut(CutProgram(cut.known, variant, cut.inputs, cut.scalars, outputs))
+            scalars = list_of_scalars(scalars)
+            self.on_cut(CutProgram(cut.known, variant, inputs, scalars, outputs))
         self.num_steps += 1
         self.last_program = variant.executable.program
         run = Run(
             variant.executable,
-            cut.inputs,
-            cut.scalars,
+            inputs,
+            scalars,
             outputs,
             self.num_steps,
             _State(cut.written, variant.executable.program),
@@ -135,13 +137,24 @@ class Runtime:
         self.programs.add(cut.known, variant, settings.program_cache_size)
         return variant
 
+    def layout_of(self, variant: Variant[TieredExecutable]) -> Layout:
+        """The memory of a known program, for `replay`."""
+        program = variant.executable.program
+        outputs = [program.values[value] for value in variant.outputs]
+        return self.recorder.layout(
+            [program.values[value].storage for value in program.inputs],
+            [(type_, number, program.storages[number].nbytes) for type_, number in outputs],
+            variant.executable.written_storages,
+        )
+
     def replay(
         self,
         variant: Variant[TieredExecutable],
+        layout: Layout,
         inputs: list[Handle],
         scalars: list[Any],
         context: DeviceContext,
-        prepare: Callable[[list[Handle]], None],
+        prepare: Callable[[Sequence[Handle]], None],
     ) -> None:
         """Queue a known program on these inputs, as the whole of a step, without a recording.
 
@@ -150,46 +163,32 @@ class Runtime:
         """
         if self.is_forked:
             raise device.fork_error()
-        program = variant.executable.program
         while True:
             with self.recorder.lock:
                 if self.executor.has_room():
-                    self._submit_replay(variant, program, inputs, scalars, context, prepare)
+                    self._submit_replay(variant, layout, inputs, scalars, context, prepare)
                     return
             self.executor.wait_for_room()
 
     def _submit_replay(
         self,
         variant: Variant[TieredExecutable],
-        program: Program,
+        layout: Layout,
         inputs: list[Handle],
         scalars: list[Any],
         context: DeviceContext,
-        prepare: Callable[[list[Handle]], None],
+        prepare: Callable[[Sequence[Handle]], None],
     ) -> None:
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
-        values = program.values
-        storages = {values[v].storage: h.storage for v, h in zip(program.inputs, inputs, strict=True)}
-        outputs = []
-        for value in variant.outputs:
-            type_, number = values[value]
-            if number not in storages:
-                storages[number] = Storage(program.storages[number].nbytes)
-            outputs.append(Handle(type_, storages[number]))
+        program = variant.executable.program
+        bound = self.recorder.bind(layout, inputs)
         self.num_steps += 1
         self.last_program = program
-        written = {number: storages[number] for number in variant.executable.written_storages}
-        run = Run(
-            variant.executable, inputs, scalars, outputs, self.num_steps, _State(Written(written), program)
-        )
-        for handle in inputs:
-            handle.pristine = False
-        for storage in written.values():
-            storage.run = run
-        for handle in outputs:
-            handle.run = handle.storage.run = run
-        prepare(outputs)
+        state = _State(bound.written, program)
+        run = Run(variant.executable, bound.inputs, scalars, bound.outputs, self.num_steps, state)
+        bound.commit(run)
+        prepare(bound.outputs)
         context.end_step()
         metrics.count("programs_replayed")
         release_pool()

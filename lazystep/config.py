@@ -75,7 +75,7 @@ class Settings:
     )
     recorder: str = _setting(
         "auto",
-        "Front end: native (C++, if built), python, or auto: python, which capture needs. Read at import.",
+        "Front end: native (C++), python, or auto: native where it was built for this torch. Read at import.",
         str,
         _one_of("auto", "native", "python"),
     )

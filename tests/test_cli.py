@@ -103,7 +103,7 @@ for _ in range(4):
     w.add_(1.0)
     lazystep.add_step_closure(look, (w,), run_async=True)
     lazystep.mark_step()
-print("value", w.sum().item())
+print(f"value {w.sum().item()}")
 """
 
 

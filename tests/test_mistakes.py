@@ -11,9 +11,6 @@ import pytest
 import torch
 
 import lazystep
-from lazystep.record.device import IS_NATIVE
-
-captured = pytest.mark.skipif(IS_NATIVE, reason="steps are captured by the Python recorder only")
 
 # The README's example, with places for mistakes.
 SCRIPT = """\
@@ -86,7 +83,6 @@ def test_item_in_a_captured_step_names_the_line_and_the_way_out(tmp_path: Path) 
     assert "read it after the call, or in a closure" in done.stderr
 
 
-@captured
 def test_the_wait_that_is_named_is_this_calls() -> None:
     x = torch.ones(2).to("lazy")
     for _ in range(5):
@@ -102,7 +98,6 @@ def test_the_wait_that_is_named_is_this_calls() -> None:
         step(torch.ones(2))
 
 
-@captured
 def test_barrier_in_a_captured_step_is_named() -> None:
     @lazystep.step(fullgraph=True)
     def step(y: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,11 @@ import torch
 
 import lazystep
 from lazystep.errors import ClosureError
-from lazystep.record.device import IS_NATIVE
 from lazystep.runs import chart_data, facts
 from lazystep.runs.chart_data import PageError, Segment, read_lanes, read_series, thin
 from lazystep.runs.page import to_html, write_page
 
 NUM_STEPS = 12
-
-pytestmark = pytest.mark.skipif(IS_NATIVE, reason="steps are captured by the Python recorder only")
 
 
 sizes = itertools.count(4)

@@ -15,12 +15,8 @@ import lazystep
 from benchmarks import models
 from lazystep import config, metrics
 from lazystep.barrier import runtime
-from lazystep.record.device import IS_NATIVE
 
-pytestmark = [
-    pytest.mark.filterwarnings("error::lazystep.LazyStepWarning"),
-    pytest.mark.skipif(IS_NATIVE, reason="steps are captured by the Python recorder only"),
-]
+pytestmark = pytest.mark.filterwarnings("error::lazystep.LazyStepWarning")
 
 
 def count(name: str) -> int:

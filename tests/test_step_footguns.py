@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import lazystep
-from lazystep.record.device import IS_NATIVE
 
-pytestmark = pytest.mark.skipif(IS_NATIVE, reason="steps are captured by the Python recorder only")
 TEMPERATURE = 1.0
 NUM_CALLS = 7
 

@@ -21,7 +21,6 @@ from lazystep.compile.builder import Builder, BuildError, Request
 from lazystep.errors import ClosureError, LazyStepError, StepError
 from lazystep.execute.run import Run
 from lazystep.overlap.event_log import EventLog
-from lazystep.record.device import IS_NATIVE
 
 Events = list[dict[str, Any]]
 
@@ -100,7 +99,6 @@ def test_every_part_of_a_step_is_there_on_its_thread(tmp_path: Path) -> None:
     assert sorted(arrows) == sorted([("s", s) for s in steps] + [("f", s) for s in steps])
 
 
-@pytest.mark.skipif(IS_NATIVE, reason="steps are captured by the Python recorder only")
 def test_replays_and_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(3, device="lazy")
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from .. import metrics
 from ..barrier import CutProgram, runtime
 from ..record.device import find_handle
+from ..record.handle import Handle
 from ..record.recorder import Draw
 from ..record.source import user_line
 from ..step_closures import Added, DeviceContext
@@ -101,7 +102,7 @@ class RecordedCall:
         met.update(self.reach.optimizers)
         self.host_state = self._find_host_state()
         self.before = [place.get() for place in self.reach.tensors]
-        self._handles_before = {id(h): h for v in self.before if (h := find_handle(v)) is not None}
+        self._handles_before = {h for v in self.before if (h := find_handle(v)) is not None}
         self.guards = Guards(self.reach, self.host_state)
         self._cuts: list[str] = []
         self._is_settled = False  # the function has returned: the next cut is the step's own
@@ -151,11 +152,7 @@ class RecordedCall:
                 inputs=list(cut.inputs), scalars=list(cut.scalars), outputs=list(cut.outputs)
             )
             for position, handle in enumerate(cut.inputs):
-                if (
-                    handle.run is None
-                    and handle.tensor is not None
-                    and id(handle) not in self._handles_before
-                ):
+                if handle.run is None and handle.tensor is not None and handle not in self._handles_before:
                     self.constants[position] = handle.tensor.clone()
         else:
             self._cuts.append(user_line(2))
@@ -265,22 +262,22 @@ class RecordedCall:
             for generator, state in states:
                 generator.set_state(state)
 
-    def owned_handles(self) -> set[int]:
+    def owned_handles(self) -> set[Handle]:
         """The values that a replay can hand to whoever has them: results, closures' arguments, places."""
         leaves = list(self.result_leaves)
         for added in self.added:
             leaves += pytree.tree_leaves((added.args, added.kwargs))
         leaves += self.after
-        return {id(h) for leaf in leaves if (h := find_handle(leaf)) is not None}
+        return {h for leaf in leaves if (h := find_handle(leaf)) is not None}
 
     def _find_lost_outputs(self) -> None:
         if self.program is None or self.reason:
             return
         owned = self.owned_handles()
         lost = [
-            (position, weakref.ref(handle))
+            (position, handle.weakly())
             for position, handle in enumerate(self.program.outputs)
-            if handle is not None and id(handle) not in owned
+            if handle is not None and handle not in owned
         ]
         if not lost:
             return
@@ -288,10 +285,10 @@ class RecordedCall:
             self.program.outputs[position] = None
         gc.collect()  # a value in a reference cycle is nobody's
         now = Reach(self._function, self._roots, self._closures)
-        held = {id(h) for place in now.tensors if (h := find_handle(place.get())) is not None}
+        held = {h for place in now.tensors if (h := find_handle(place.get())) is not None}
         for position, reference in lost:
             handle = reference()
-            if handle is not None and id(handle) in held:
+            if handle is not None and handle in held:
                 # State that this call has made, such as an optimizer's: the next call finds it there.
                 self.is_settling = True
             elif handle is not None:
@@ -364,9 +361,8 @@ class Guards:
             if key != "params" and not _is_traced_kind(value)
         ]
 
-    def _read_versions(self) -> list[Any]:
-        values = (place.get() for place in self._host)
-        return [(id(value), getattr(value, "_version", None)) for value in values]
+    def _read_versions(self) -> list[_Version]:
+        return [_Version(place.get()) for place in self._host]
 
     def hold(self) -> bool:
         """Whether everything is as it was when the call began."""
@@ -419,6 +415,22 @@ class Guards:
             if before != after:
                 return f"it changes {place.key or 'a variable'!r}, a CPU tensor, which a replay would not"
         return ""
+
+
+class _Version:
+    """A tensor at one moment. Holds it: another one may get the id of one that is gone."""
+
+    __slots__ = ("number", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.number = getattr(tensor, "_version", None)
+
+    def __eq__(self, other: object) -> bool:
+        is_same = isinstance(other, _Version) and self.tensor is other.tensor
+        return is_same and self.number == other.number  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:

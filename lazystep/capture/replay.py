@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..barrier import runtime
-from ..record.device import find_handle
-from ..record.handle import Handle, handle_of_host_tensor
-from ..record.python.tensor import wrap
+from ..record.device import find_handle, find_handles, wrap
+from ..record.handle import Handle, Storage, handle_of_host_tensor
 from ..step_closures import Added, DeviceContext
 from .places import Place
 from .recorded import HostState, RecordedCall
@@ -43,7 +42,7 @@ class _Context:
 
     __slots__ = ("leaves", "numbers", "outputs", "tensors")
 
-    def __init__(self, leaves: Sequence[Any], numbers: Sequence[Any], outputs: list[Handle]) -> None:
+    def __init__(self, leaves: Sequence[Any], numbers: Sequence[Any], outputs: Sequence[Handle]) -> None:
         self.leaves = leaves
         self.numbers = numbers
         self.outputs = outputs
@@ -61,7 +60,7 @@ class _Recipes:
 
     def __init__(self, call: RecordedCall, expressions: list[Expression]) -> None:
         assert call.program is not None
-        self._made = {id(h): n for n, h in enumerate(call.program.outputs) if h is not None}
+        self._made = {h: n for n, h in enumerate(call.program.outputs) if h is not None}
         self._arguments = {id(v): n for n, v in enumerate(call.leaves) if isinstance(v, torch.Tensor)}
         self._places = {
             id(v): place
@@ -73,12 +72,13 @@ class _Recipes:
     def is_made(self, value: Any) -> bool:
         """Whether the step itself made this tensor."""
         handle = find_handle(value)
-        return handle is not None and id(handle) in self._made
+        return handle is not None and handle in self._made
 
     def find(self, old: Any, new: Any, what: str) -> Recipe:
         """How to make `new`, which stands where the earlier call had `old`."""
-        if self.is_made(new):
-            position = self._made[id(find_handle(new))]
+        handle = find_handle(new)
+        if handle is not None and handle in self._made:
+            position = self._made[handle]
             return lambda context: context.output(position)
         if id(new) in self._arguments:
             number = self._arguments[id(new)]
@@ -119,6 +119,7 @@ class Replay:
         self._find_scalars(earlier, call)
         self._find_outputs(earlier, call)
         self._evaluate = self._write(call)
+        self._layout = runtime.layout_of(self.variant)
 
     # -- binding -------------------------------------------------------------------------------------
 
@@ -136,25 +137,25 @@ class Replay:
         # Tensors that each replay makes anew: draws, in the order in which they were drawn (one that is used
         # by nothing has moved the stream on all the same: position -1), and constants that do not last.
         self._fresh: list[tuple[int, Callable[[], torch.Tensor]]] = [(-1, d.again) for d in call.draws]
-        drawn_at = {id(draw.handle): n for n, draw in enumerate(call.draws)}
-        arguments = {id(h): n for n, v in enumerate(call.leaves) if (h := find_handle(v)) is not None}
-        places: dict[int, Place] = {}
+        drawn_at = {draw.handle: n for n, draw in enumerate(call.draws)}
+        arguments = {h: n for n, v in enumerate(call.leaves) if (h := find_handle(v)) is not None}
+        places: dict[Handle, Place] = {}
         for place, value in zip(call.reach.tensors, call.before, strict=True):
             if (handle := find_handle(value)) is not None:
-                places.setdefault(id(handle), place)
+                places.setdefault(handle, place)
         lasting = []
         for position, now in enumerate(call.program.inputs):
             lasting.append(now)
-            if id(now) in arguments:
-                self._arguments.append((position, arguments[id(now)]))
-            elif id(now) in places:
-                place = places[id(now)]
+            if now in arguments:
+                self._arguments.append((position, arguments[now]))
+            elif now in places:
+                place = places[now]
                 if place.kind == "item":
                     self._items.append((position, place.container, place.key))
                 else:
                     self._slots.append((position, place))
-            elif id(now) in drawn_at:
-                self._fresh[drawn_at[id(now)]] = position, call.draws[drawn_at[id(now)]].again
+            elif now in drawn_at:
+                self._fresh[drawn_at[now]] = position, call.draws[drawn_at[now]].again
                 lasting.pop()
             elif earlier.program.inputs[position] is now:
                 self._constants.append((position, now))
@@ -165,9 +166,10 @@ class Replay:
                 else:
                     self._fresh.append((position, constant.clone))
                     lasting.pop()
+        self._state_positions = [n for n, _, _ in self._items] + [n for n, _ in self._slots]
         self._storages = self._storage_pattern(lasting)
         self._last_state: list[Any] = []
-        self._state_storages: set[int] = set()
+        self._state_storages: set[Storage] = set()
 
     def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
         """The tensor that both calls have made on the host with the same values."""
@@ -191,11 +193,11 @@ class Replay:
 
     def _storage_pattern(self, handles: Sequence[Handle]) -> list[int]:
         """A number per input, equal where inputs share memory; nothing if none do."""
-        ids = [id(handle.storage) for handle in handles]
-        if len(set(ids)) == len(ids):
+        storages = [handle.storage for handle in handles]
+        if len(set(storages)) == len(storages):
             return []
-        first: dict[int, int] = {}
-        return [first.setdefault(number, len(first)) for number in ids]
+        first: dict[Storage, int] = {}
+        return [first.setdefault(storage, len(first)) for storage in storages]
 
     def _find_scalars(self, earlier: RecordedCall, call: RecordedCall) -> None:
         """Every scalar is either the same in both calls or computed from traced numbers."""
@@ -339,7 +341,7 @@ class Replay:
         self.num_runs += 1
         made = _Context(leaves, numbers, [])
 
-        def prepare(outputs: list[Handle]) -> None:
+        def prepare(outputs: Sequence[Handle]) -> None:
             made.outputs = outputs
             for place, recipe in self._rebinds:
                 place.set(recipe(made))
@@ -350,7 +352,7 @@ class Replay:
         scalars = numbers[: len(self._program.scalars)]
         if profile is not None:
             profile.add("replay", "recording", start, time.perf_counter())
-        runtime.replay(self.variant, handles, scalars, context, prepare)
+        runtime.replay(self.variant, self._layout, handles, scalars, context, prepare)
         result = pytree.tree_unflatten([recipe(made) for recipe in self._results], self._result_spec)
         return True, result
 
@@ -358,25 +360,28 @@ class Replay:
         """The handles of all inputs, fresh ones left out; None if they are not of the captured types."""
         handles: list[Any] = [None] * len(self._types)
         try:
-            for position, container, key in self._items:
-                handles[position] = container[key]._handle
-            for position, place in self._slots:
-                handles[position] = place.get()._handle
-        except (AttributeError, KeyError, IndexError):
+            tensors = [container[key] for _, container, key in self._items]
+        except (KeyError, IndexError):
+            return None  # a place that is gone
+        tensors += [place.get() for _, place in self._slots]
+        state = find_handles(tensors)
+        if None in state:
             return None  # a place that holds no lazy tensor any more
+        for position, handle in zip(self._state_positions, state, strict=True):
+            handles[position] = handle
         for position, handle in self._constants:
             handles[position] = handle
         is_same_state = handles == self._last_state
         self._last_state = list(handles)
         for position, number in self._arguments:
-            handles[position] = leaves[number]._handle
+            handles[position] = find_handle(leaves[number])
         if not (is_same_state and self._arguments_are_apart(handles)):
             types = zip(handles, self._types, strict=True)
             if any(handle is not None and handle.type is not type_ for handle, type_ in types):
                 return None
             if self._storage_pattern([h for h in handles if h is not None]) != self._storages:
                 return None
-            self._state_storages = {id(h.storage) for h in self._last_state if h is not None}
+            self._state_storages = {h.storage for h in self._last_state if h is not None}
         return handles
 
     def _arguments_are_apart(self, handles: list[Any]) -> bool:
@@ -384,7 +389,7 @@ class Replay:
 
         Types of arguments are part of what selects the replay.
         """
-        storages = [id(handles[position].storage) for position, _ in self._arguments]
+        storages = [handles[position].storage for position, _ in self._arguments]
         is_apart = len(set(storages)) == len(storages) and self._state_storages.isdisjoint(storages)
         return is_apart and not self._storages
 

@@ -22,7 +22,7 @@ from ..errors import LazyStepError
 from ..notices import LazyStepWarning, give_notices
 from ..program.difference import first_difference
 from ..program.types import TensorType
-from ..record.device import IS_NATIVE
+from ..record.device import find_handle
 from ..step_closures import DeviceContext, get_device_context
 from .recorded import RecordedCall
 from .replay import NotReplayableError, Replay, UnsettledError
@@ -35,10 +35,6 @@ _AUDIT_GROWTH = 4
 _MAX_CHANGES = 12
 _MAX_STATES = 4
 _MAX_KINDS = 16
-_NATIVE = (
-    "the native recorder does not tell which random numbers and host memory a step takes. "
-    "LAZYSTEP_RECORDER=python captures steps"
-)
 
 # What became of all steps of the process, also of those that are gone: for the report of a run.
 reasons: deque[str] = deque(maxlen=64)
@@ -129,8 +125,7 @@ class Step(Generic[P, R]):
         leaves = [_to_lazy(leaf) for leaf in leaves]
         context = get_device_context()
         runtime.flush()
-        kinds = () if IS_NATIVE else map(_kind, leaves, _aliases(leaves))
-        captures = self._captures_of((spec, *kinds))
+        captures = self._captures_of((spec, *map(_kind, leaves, _aliases(leaves))))
         result: R
         for replay in captures.replays:
             if not replay.guards.hold():
@@ -170,9 +165,6 @@ class Step(Generic[P, R]):
     def _record(
         self, captures: _Captures, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext
     ) -> R:
-        if IS_NATIVE:
-            self._fall_back(_NATIVE)
-            return self._run_plain(leaves, spec, context)
         call = self._record_once(leaves, spec, context)
         result: R = call.result
         call.drop_tensors()
@@ -212,19 +204,6 @@ class Step(Generic[P, R]):
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
         return RecordedCall(self._function, self._owner, leaves, spec, context, self._met, self._closures)
-
-    def _run_plain(self, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext) -> R:
-        """Run the function as an ordinary step, up to its barrier."""
-        self.num_recorded += 1
-        metrics.count("step_calls_recorded")
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        runtime.on_cut = lambda program: None  # steps called inside are part of this one
-        try:
-            result: R = self._function(*args, **kwargs)
-        finally:
-            runtime.on_cut = None
-        runtime.flush(context)
-        return result
 
     def _why_captured(self, number: int) -> str:
         if number > 1:
@@ -404,7 +383,8 @@ def _kind_difference(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
 def _kind(leaf: Any, alias: int) -> Hashable:
     """What has to be the same for a call to be of the same kind."""
     if isinstance(leaf, torch.Tensor):
-        return leaf._handle.type, leaf.requires_grad, alias  # type: ignore[attr-defined]
+        handle = find_handle(leaf)
+        return None if handle is None else handle.type, leaf.requires_grad, alias
     if type(leaf) is float:
         return (float,)
     try:

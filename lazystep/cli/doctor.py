@@ -139,13 +139,13 @@ def _threads() -> Iterator[Finding]:
 
 def _recorder() -> Iterator[Finding]:
     problem = find_problem()
-    using = config.settings.recorder
-    if problem and using == "native":
-        yield Finding("problem", f"native recorder: {problem}")
-    elif problem:
-        yield Finding("note", f"native recorder (optional, for plain loops): {problem}")
+    if problem:
+        kind = "problem" if config.settings.recorder == "native" else "note"
+        yield Finding(kind, f"native recorder: {problem}; the Python one records more slowly")
+    elif config.settings.recorder == "python":
+        yield Finding("note", "native recorder: built, but LAZYSTEP_RECORDER=python asks for the slower one")
     else:
-        yield Finding("good", "native recorder: built; LAZYSTEP_RECORDER=native uses it, for plain loops")
+        yield Finding("good", "native recorder: in use")
 
 
 def _extras() -> Iterator[Finding]:

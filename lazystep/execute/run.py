@@ -51,7 +51,7 @@ class Run:
         self,
         executable: Executable,
         inputs: Sequence[Cell],
-        scalars: Sequence[Any],
+        scalars: Any,
         outputs: Sequence[Cell | None],
         step: int,
         state: StateOwner,
@@ -66,7 +66,10 @@ class Run:
         self._scalars = scalars
         self._outputs = outputs
         self._state: StateOwner | None = state
-        self._finished = threading.Event()
+        # Held until the run has ended. A bare lock: an Event is made of three objects, once per step.
+        self._finished = threading.Lock()
+        self._finished.acquire()
+        self.is_finished = False
 
     def execute(self) -> LazyStepError | None:
         """Run on the calling thread. Returns a new failure; None also where an earlier one is the cause."""
@@ -82,7 +85,7 @@ class Run:
         # The list is all that holds the inputs now, besides handles that the user still has.
         del cells
         try:
-            tensors = self.executable.run(inputs, self._scalars)
+            tensors = self.executable.run(inputs, list_of_scalars(self._scalars))
         except InstructionError as error:
             failure = self._describe(error)
             last = len(self.executable.program.instructions)
@@ -108,7 +111,7 @@ class Run:
 
     def wait(self) -> None:
         """Block until the run has ended. Bounded by the setting `wait_timeout`."""
-        if self._finished.is_set():
+        if self.is_finished:
             return
         if timeline.active is None:
             self._wait()
@@ -118,17 +121,14 @@ class Run:
 
     def _wait(self) -> None:
         deadline = time.monotonic() + settings.wait_timeout
-        while not self._finished.wait(min(1.0, max(deadline - time.monotonic(), 0.0))):
-            if time.monotonic() >= deadline:
+        while not self.is_finished:
+            if self._finished.acquire(timeout=min(1.0, max(deadline - time.monotonic(), 0.0))):
+                self._finished.release()
+            elif time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"step {self.step} is still {self.state.value} after {settings.wait_timeout:g} s "
                     "(setting wait_timeout)"
                 )
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run has ended, one way or the other."""
-        return self._finished.is_set()
 
     def _describe(self, error: InstructionError) -> StepError:
         instruction = self.executable.program.instructions[error.position]
@@ -152,7 +152,9 @@ class Run:
         self._inputs = self._scalars = self._outputs = ()
         # A finished run lives as long as the storages it wrote; what it needed to run need not.
         self._state = None
-        self._finished.set()
+        has_ended, self.is_finished = self.is_finished, True
+        if not has_ended:  # one that was abandoned while it ran ends a second time
+            self._finished.release()
 
 
 def _tensors_of(cells: Sequence[Cell]) -> list[torch.Tensor]:
@@ -161,6 +163,12 @@ def _tensors_of(cells: Sequence[Cell]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = tensors()
         return found
     return [_tensor_of(cell) for cell in cells]
+
+
+def list_of_scalars(scalars: Any) -> list[Any]:
+    """The numbers of a run, which a recorder may have kept as something else than Python objects."""
+    found: list[Any] = scalars if type(scalars) is list else scalars.tolist()
+    return found
 
 
 def _tensor_of(cell: Cell) -> torch.Tensor:

@@ -22,11 +22,20 @@ from .native import load as load_native
 from .python import dispatch as python_front_end
 from .python import patches
 from .python.facade import on_facades
-from .python.tensor import find_handle, is_lazy
+from .python.tensor import find_handle, find_handles, is_lazy, wrap
 from .recorder import Recorder
 from .source import user_line
 
-__all__ = ["find_handle", "fork_error", "is_lazy", "make_recorder", "refuse_in_forked_child", "register"]
+__all__ = [
+    "find_handle",
+    "find_handles",
+    "fork_error",
+    "is_lazy",
+    "make_recorder",
+    "refuse_in_forked_child",
+    "register",
+    "wrap",
+]
 
 # Kept for the life of the process: dropping a Library removes its kernels.
 _libraries: list[torch.library.Library] = []

@@ -9,7 +9,7 @@ can be swapped (`torch.utils.swap_tensors`) and revived by autograd.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -85,6 +85,10 @@ class Handle:
     def is_alone(self) -> bool:
         """Whether nothing but the Python object holds the value: native handles know. See `Snapshot.take`."""
         raise NotImplementedError
+
+    def weakly(self) -> Callable[[], Handle | None]:
+        """A function that returns this handle as long as its value is alive, and None after that."""
+        return weakref.ref(self)
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a handle belongs to its process and can't be pickled or copied")

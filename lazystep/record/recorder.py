@@ -196,6 +196,49 @@ class Cut:
         recording.release()
 
 
+class Layout:
+    """The memory of a program: which storages its inputs and outputs are views of, and which it writes.
+
+    `inputs` and `written` are numbers of storages; an output is its type, its storage's number and that
+    storage's size, should the program make it.
+    """
+
+    __slots__ = ("inputs", "outputs", "written")
+
+    def __init__(
+        self, inputs: Sequence[int], outputs: Sequence[tuple[TensorType, int, int]], written: Sequence[int]
+    ) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.written = written
+
+
+class Binding:
+    """A known program on given inputs, without a recording: what a `Cut` is for a recorded one."""
+
+    __slots__ = ("_storages", "inputs", "outputs", "written")
+
+    def __init__(self, layout: Layout, inputs: Sequence[Handle]) -> None:
+        storages = {number: h.storage for number, h in zip(layout.inputs, inputs, strict=True)}
+        self.inputs = inputs
+        self.outputs: list[Handle] = []
+        for type_, number, nbytes in layout.outputs:
+            if number not in storages:
+                storages[number] = Storage(nbytes)
+            self.outputs.append(Handle(type_, storages[number]))
+        self._storages = [storages[number] for number in layout.written]
+        self.written = Written(dict(zip(layout.written, self._storages, strict=True)))
+
+    def commit(self, run: PendingRun) -> None:
+        """Tell what the program makes and writes which run does it."""
+        for handle in self.inputs:
+            handle.pristine = False
+        for storage in self._storages:
+            storage.run = run
+        for handle in self.outputs:
+            handle.run = handle.storage.run = run
+
+
 class Draw(NamedTuple):
     """Random numbers or fresh memory from the host: the value they became, and how to get them again.
 
@@ -210,6 +253,9 @@ class Draw(NamedTuple):
 class RecorderBase:
     """What every recorder has: the lock, what the barrier injects, and reading.
 
+    `draws`: while a step is captured, the random numbers that it drew and the memory that it asked for,
+    in order, and how to get them again. None otherwise.
+
     `synchronize`: called by reads that need values; injected by the barrier, which stands above
     this module. `on_full`: called without the lock when the recording has reached the size bound.
     """
@@ -217,8 +263,6 @@ class RecorderBase:
     def __init__(self) -> None:
         # Held for an entry or a cut, never while waiting for anything.
         self.lock = threading.RLock()
-        # While a step is captured: the random numbers that it drew and the memory that it asked for, in
-        # order, and how to get them again.
         self.draws: list[Draw] | None = None
         self.synchronize: Callable[[Sequence[Handle]], None] = _not_wired
         self.synchronize_all: Callable[[], None] = _not_wired
@@ -241,6 +285,10 @@ class RecorderBase:
 
 class Recorder(RecorderBase):
     """Owns the current recording. All methods may be called from any thread."""
+
+    # How to run a known program without a recording.
+    layout = Layout
+    bind = Binding
 
     def __init__(self) -> None:
         super().__init__()

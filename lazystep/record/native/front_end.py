@@ -20,7 +20,7 @@ from ..handle import Handle, use_classes
 from ..host import thread_setter_address
 from ..python import dispatch as python_front_end
 from ..python.tensor import use_native
-from ..recorder import RecorderBase
+from ..recorder import Draw, RecorderBase
 from ..source import user_source
 from . import _recorder, patches
 
@@ -55,6 +55,18 @@ class NativeRecorder(RecorderBase):
         """How many entries the current recording has."""
         return _recorder.num_entries()
 
+    @property
+    def draws(self) -> list[Draw] | None:
+        """See `RecorderBase`. As long as there is a list, C++ leaves draws and allocations to Python."""
+        return self._draws
+
+    @draws.setter
+    def draws(self, draws: list[Draw] | None) -> None:
+        self._draws = draws
+        _recorder.set_logging(draws is not None)
+
+    layout = _recorder.Layout
+    bind = _recorder.Binding
     is_pending = staticmethod(_recorder.is_pending)
     index_in_current = staticmethod(_recorder.index_in_current)
     cut = staticmethod(_recorder.cut)

@@ -44,6 +44,15 @@ def find_handle(obj: Any) -> Handle | None:
     return _native.handle_of(obj) if _native is not None else None
 
 
+def find_handles(objects: list[Any]) -> list[Handle | None]:
+    """`find_handle` of each object, at once."""
+    if _native is None:
+        return [obj._handle if type(obj) is LazyTensor else None for obj in objects]
+    handles: list[Handle | None] = _native.handles_of(objects)
+    # A native sparse tensor is of the Python class.
+    return [find_handle(obj) for obj in objects] if None in handles else handles
+
+
 def handle_of(tensor: torch.Tensor) -> Handle:
     """The handle of a lazy tensor."""
     handle = find_handle(tensor)

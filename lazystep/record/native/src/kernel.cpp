@@ -28,6 +28,7 @@ Python& python() {
 }
 
 std::atomic<bool> is_refused{false};
+std::atomic<bool> is_logging{false};
 std::atomic<uint64_t> calls_to_python{0};
 
 // What the kernel does with an op before, or instead of, looking its decision up.
@@ -208,7 +209,7 @@ void run(Site& site, const OperatorHandle& handle, Stack* stack) {
   auto values = torch::jit::last(*stack, num_arguments);
   if (site.mode == Mode::kPython || is_refused) return dispatch_in_python(site, handle, values, stack);
   if (site.mode == Mode::kEmpty) {
-    if (!run_on_host(handle, stack, false, true)) dispatch_in_python(site, handle, values, stack);
+    if (is_logging || !run_on_host(handle, stack, false, true)) dispatch_in_python(site, handle, values, stack);
     return;
   }
   if (site.mode == Mode::kToCopy && copy_from_host(handle, stack)) return;
@@ -226,7 +227,7 @@ void run(Site& site, const OperatorHandle& handle, Stack* stack) {
   size_t hash = call.hash();
   auto line = site.cache.find(call, hash);
   if (line == nullptr) line = decide(site, values, call, hash);
-  if (line->action == Line::kDraw && run_on_host(handle, stack, site.traits.is_writing, false)) {
+  if (line->action == Line::kDraw && !is_logging && run_on_host(handle, stack, site.traits.is_writing, false)) {
     call_python([] { python().on_draw(); });
     return;
   }
@@ -294,6 +295,8 @@ void register_sparse_kernel(const std::string& name, const std::string& overload
       {name, overload}, c10::DispatchKey::SparseCsrLazy, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
       std::nullopt, nullptr, "lazystep"));
 }
+
+void set_logging(bool is_on) { is_logging = is_on; }
 
 void refuse() { is_refused = true; }
 

@@ -27,6 +27,9 @@ void register_fallback();
 // Catch a composite that makes a compressed sparse tensor: it ends in a list of known devices.
 void register_sparse_kernel(const std::string& name, const std::string& overload);
 
+// While set, draws and allocations go to Python, whose handlers log them for capture.
+void set_logging(bool is_on);
+
 // From now on every op goes to Python, which raises: this is a forked child.
 void refuse();
 

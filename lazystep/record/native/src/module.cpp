@@ -5,6 +5,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <memory>
+#include <unordered_map>
+
 #include "host.h"
 #include "kernel.h"
 #include "recorder.h"
@@ -92,6 +95,17 @@ struct Cells {
   }
 };
 
+// The numbers of a recording: Python objects only where somebody looks at them.
+struct Scalars {
+  std::vector<Number> numbers;
+
+  py::list to_list() const {
+    py::list list(numbers.size());
+    for (size_t i = 0; i < numbers.size(); ++i) list[i] = to_python(numbers[i]);
+    return list;
+  }
+};
+
 // The memory that a recording writes, under its numbers there: the next one numbers it anew.
 struct Written {
   std::vector<std::pair<int64_t, Ptr<Alias>>> aliases;
@@ -112,25 +126,92 @@ struct Written {
   }
 };
 
+// Tells whether a value is alive without keeping it so: a Python handle may die before its value.
+struct WeakHandle {
+  c10::weak_intrusive_ptr<Value> value;
+};
+
+// The memory of a program: which storages its inputs and outputs are views of, and which it writes.
+struct Layout {
+  struct Output {
+    Ptr<Type> type;
+    int64_t number;
+    int64_t nbytes;
+  };
+
+  Layout(std::vector<int64_t> inputs, const std::vector<std::tuple<py::object, int64_t, int64_t>>& outputs,
+         std::vector<int64_t> written)
+      : inputs(std::move(inputs)), written(std::move(written)) {
+    for (const auto& [type, number, nbytes] : outputs) {
+      this->outputs.push_back({type_from_python(type.ptr()), number, nbytes});
+    }
+  }
+
+  std::vector<int64_t> inputs;
+  std::vector<Output> outputs;
+  std::vector<int64_t> written;
+};
+
+// Tell values and memory which run makes and writes them; whatever they had is dropped without the lock.
+class Commit {
+ public:
+  explicit Commit(const py::object& run) : box_(box_of(run)), lock_(recorder().mutex) {}
+
+  void set(Ptr<PyBox>& place) {
+    dropped_.push_back(std::move(place));
+    place = box_;
+  }
+
+ private:
+  Ptr<PyBox> box_;
+  std::vector<Ptr<PyBox>> dropped_;
+  std::lock_guard<std::mutex> lock_;
+};
+
+// A known program on given inputs, without a recording.
+struct Binding {
+  Binding(const Layout& layout, std::vector<Ptr<Value>> handles) : inputs{std::move(handles)} {
+    TORCH_CHECK(inputs.values.size() == layout.inputs.size(), "a program has ", layout.inputs.size(), " inputs");
+    std::unordered_map<int64_t, Ptr<Alias>> aliases;
+    for (size_t i = 0; i < layout.inputs.size(); ++i) aliases[layout.inputs[i]] = inputs.values[i]->alias;
+    for (const auto& [type, number, nbytes] : layout.outputs) {
+      Ptr<Alias>& alias = aliases[number];
+      if (!alias) alias = c10::make_intrusive<Alias>(nbytes);
+      outputs.values.push_back(c10::make_intrusive<Value>(type, alias));
+    }
+    for (int64_t number : layout.written) written.aliases.emplace_back(number, aliases.at(number));
+  }
+
+  void commit(const py::object& run) {
+    Commit commit(run);
+    for (const auto& value : inputs.values) value->pristine = false;
+    for (const auto& [number, alias] : written.aliases) commit.set(alias->run);
+    for (const auto& value : outputs.values) {
+      commit.set(value->run);
+      commit.set(value->alias->run);
+    }
+  }
+
+  Cells inputs, outputs;
+  Written written;
+};
+
 struct PythonCut {
   Cut cut;
   Ptr<Known> known;
+  std::shared_ptr<Written> written;  // of the recording
   size_t num_instructions = 0;
 
   py::tuple outputs() const {
     py::tuple indices(cut.live.size());
-    for (size_t i = 0; i < cut.live.size(); ++i) indices[i] = cut.live[i]->index;
+    for (size_t i = 0; i < cut.live.size(); ++i) indices[i] = cut.live[i].first;
     return indices;
   }
 
   // Taken out, not copied: a barrier asks once.
   Cells take_inputs() { return {std::move(cut.recording.inputs)}; }
 
-  py::list scalars() const {
-    py::list list(cut.recording.numbers.size());
-    for (size_t i = 0; i < cut.recording.numbers.size(); ++i) list[i] = to_python(cut.recording.numbers[i]);
-    return list;
-  }
+  Scalars take_scalars() { return {std::move(cut.recording.numbers)}; }
 
   // The live values with these indices; null for those that are not alive. Both are in rising order.
   Cells cells(const py::tuple& indices) const {
@@ -138,37 +219,25 @@ struct PythonCut {
     size_t at = 0;
     for (auto item : indices) {
       auto index = item.cast<int64_t>();
-      while (at < cut.live.size() && cut.live[at]->index < index) ++at;
-      bool is_live = at < cut.live.size() && cut.live[at]->index == index;
-      cells.values.push_back(is_live ? cut.live[at] : nullptr);
+      while (at < cut.live.size() && cut.live[at].first < index) ++at;
+      bool is_live = at < cut.live.size() && cut.live[at].first == index;
+      cells.values.push_back(is_live ? cut.live[at].second : nullptr);
     }
     return cells;
   }
 
-  Written written() const {
-    Written written;
-    std::lock_guard lock(recorder().mutex);
-    for (const auto& alias : cut.recording.written) written.aliases.emplace_back(alias->number, alias);
-    return written;
-  }
 
   // Tell what was recorded which run makes and writes it.
   void commit(const py::object& run) {
-    auto box = box_of(run);
-    std::vector<Ptr<PyBox>> dropped;  // outlives the lock
-    std::lock_guard lock(recorder().mutex);
-    auto set_run = [&](Ptr<PyBox>& place) {
-      dropped.push_back(std::move(place));
-      place = box;
-    };
+    Commit commit(run);
     auto set_writer = [&](Alias& alias) {
-      set_run(alias.run);
+      commit.set(alias.run);
       // The next recording may have written it already, on another thread.
       if (alias.writer == cut.recording.id) alias.writer = 0;
     };
-    for (const auto& alias : cut.recording.written) set_writer(*alias);
-    for (const auto& value : cut.live) {
-      set_run(value->run);
+    for (const auto& [number, alias] : written->aliases) set_writer(*alias);
+    for (const auto& [index, value] : cut.live) {
+      commit.set(value->run);
       if (value->alias->writer == cut.recording.id) set_writer(*value->alias);
     }
   }
@@ -269,9 +338,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             // One reference is that of the Python object that asks, the other the value's.
             return c10::raw::intrusive_ptr::use_count(&value) == 1 && value.alias.use_count() == 1;
           })
+      .def("weakly", [](const Ptr<Value>& value) { return WeakHandle{c10::weak_intrusive_ptr<Value>(value)}; })
       .def("__reduce_ex__", [](const py::object&, const py::object&) -> py::object {
         throw py::type_error("a handle belongs to its process and can't be pickled or copied");
       });
+
+  py::class_<WeakHandle>(module, "WeakHandle").def("__call__", [](const WeakHandle& weak) {
+    return weak.value.lock();
+  });
+
+  py::class_<Layout>(module, "Layout")
+      .def(py::init<
+           std::vector<int64_t>, const std::vector<std::tuple<py::object, int64_t, int64_t>>&, std::vector<int64_t>>());
+
+  py::class_<Binding>(module, "Binding")
+      .def(py::init<const Layout&, std::vector<Ptr<Value>>>())
+      .def_readonly("inputs", &Binding::inputs)
+      .def_readonly("outputs", &Binding::outputs)
+      .def_readonly("written", &Binding::written)
+      .def("commit", &Binding::commit);
 
   py::class_<Known, Ptr<Known>>(module, "KnownRecording")
       .def_property_readonly("entries", &entries_to_python)
@@ -289,7 +374,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("deliver", &Cells::deliver)
       .def("suspects", &Cells::suspects);
 
-  py::class_<Written>(module, "Written")
+  py::class_<Scalars>(module, "Scalars").def("tolist", &Scalars::to_list);
+
+  py::class_<Written, std::shared_ptr<Written>>(module, "Written")
       .def("with_snapshots", &Written::with_snapshots)
       .def("get", &Written::get);
 
@@ -297,8 +384,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("known", &PythonCut::known)
       .def_property_readonly("outputs", &PythonCut::outputs)
       .def_property_readonly("inputs", &PythonCut::take_inputs)
-      .def_property_readonly("scalars", &PythonCut::scalars)
-      .def_property_readonly("written", &PythonCut::written)
+      .def_property_readonly("scalars", &PythonCut::take_scalars)
+      .def_readonly("written", &PythonCut::written)
       .def_property_readonly("started", [](const PythonCut& cut) { return cut.cut.recording.started; })
       .def_property_readonly(
           "num_instructions",
@@ -320,6 +407,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     if (!recorder().cut(cut.cut)) return py::none();
     cut.num_instructions = cut.cut.recording.num_entries - cut.cut.recording.inputs.size();
     cut.known = recorder().identify(cut.cut.recording);
+    cut.written = std::make_shared<Written>(Written{std::move(cut.cut.recording.written)});
     return py::cast(std::move(cut));
   });
   module.def("peek", [] { return recorder().peek(); });
@@ -329,6 +417,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("handle_of", [](py::handle object) -> Ptr<Value> {
     LazyImpl* lazy = lazy_impl(object);
     return lazy == nullptr ? nullptr : lazy->value();
+  });
+  module.def("handles_of", [](const py::list& objects) {
+    py::list handles(objects.size());
+    for (size_t i = 0; i < objects.size(); ++i) {
+      LazyImpl* lazy = lazy_impl(objects[i]);
+      handles[i] = lazy == nullptr ? py::none() : py::cast(lazy->value());
+    }
+    return handles;
   });
   module.def("is_lazy", [](py::handle object) { return lazy_impl(object) != nullptr; });
   module.def("wrap", [](Ptr<Value> value) { return make_tensor(std::move(value)); });
@@ -351,6 +447,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("register_kernel", &register_kernel);
   module.def("register_sparse_kernel", &register_sparse_kernel);
   module.def("register_fallback", &register_fallback);
+  module.def("set_logging", &set_logging);
   module.def("refuse", &refuse);
 }
 

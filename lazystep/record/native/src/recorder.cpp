@@ -62,7 +62,7 @@ Afterwards Recorder::record(
     Alias& alias = *operands[operand]->alias;
     if (alias.writer != recording.id) {
       alias.writer = recording.id;
-      recording.written.push_back(operands[operand]->alias);
+      recording.written.emplace_back(alias.number, operands[operand]->alias);
     }
   }
   c10::SmallVector<Ptr<Alias>, 4> fresh;
@@ -166,7 +166,10 @@ bool Recorder::cut(Cut& cut) {
   current_.id = next_id_++;
   // A value that is dying on another thread is not revived: its last tensor is gone.
   for (auto& weak : cut.recording.made) {
-    if (auto value = weak.lock()) cut.live.push_back(std::move(value));
+    if (auto value = weak.lock()) {
+      int64_t index = value->index;
+      cut.live.emplace_back(index, std::move(value));
+    }
   }
   return true;
 }

@@ -61,7 +61,8 @@ struct Recording {
   std::vector<Number> numbers;
   std::vector<Ptr<Value>> inputs;
   std::vector<c10::weak_intrusive_ptr<Value>> made;
-  std::vector<Ptr<Alias>> written;
+  // With the number that each has here: the next recording numbers it anew.
+  std::vector<std::pair<int64_t, Ptr<Alias>>> written;
   int64_t num_values = 0;
   int64_t num_storages = 0;
   double started = 0;
@@ -70,7 +71,8 @@ struct Recording {
 // A finished recording with what was alive at the barrier.
 struct Cut {
   Recording recording;
-  std::vector<Ptr<Value>> live;
+  // With the number that each has there: another thread's next recording may number it anew at once.
+  std::vector<std::pair<int64_t, Ptr<Value>>> live;
 };
 
 // What `Recorder::record` asks of its caller, once the lock is free.
