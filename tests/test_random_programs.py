@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -11,6 +12,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 import lazystep
 from lazystep import config
+
+# Random programs are mostly new ones, which a loop is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*were new programs:lazystep.LazyStepWarning")
 
 
 class Pair:
