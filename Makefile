@@ -53,9 +53,10 @@ $(JAX_VENV)/installed:
 	$(JAX_VENV)/bin/python -m pip install --quiet jax jaxlib numpy
 	touch $@
 
-# Every operator of torch's database as a native library of its own: an hour and more.
+# Every operator, module and optimizer of torch's databases in native libraries, and long runs: an hour.
 conformance-native: $(STAMP)
-	LAZYSTEP_NATIVE_OPS=all $(BIN)/python -m pytest -n 2 tests/conformance/test_native.py
+	LAZYSTEP_NATIVE_OPS=all $(BIN)/python -m pytest -n 2 tests/conformance/test_native.py tests/test_native_training.py \
+	  tests/test_step.py::test_five_hundred_native_replays_stay_close_to_eager
 
 format: $(STAMP)
 	$(BIN)/ruff format .
