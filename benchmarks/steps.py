@@ -85,7 +85,7 @@ class Plan(NamedTuple):
     steps_divisor: int
 
 
-FULL = Plan(11, 5, 60, 40, 150.0, 1)
+FULL = Plan(9, 4, 40, 40, 90.0, 1)
 QUICK = Plan(2, 2, 20, 10, 20.0, 8)
 
 

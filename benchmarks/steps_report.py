@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .goals import Goal, Numbers, to_table
 from .timing import Measurements, Table
@@ -239,3 +239,30 @@ def goals_table(outcomes: Outcomes) -> Table:
 def all_tables(outcomes: Outcomes) -> list[Table]:
     makers = (goals_table, steps_table, rates_table, starts_table, building_table, busy_table, calls_table)
     return [make(outcomes) for make in makers]
+
+
+# -- the README's table ------------------------------------------------------------------------
+
+_README_ROWS = {
+    "mlp": "MLP, 6x256, batch 64",
+    "gpt": "GPT, 4 layers, 128 wide, 8x64 tokens",
+    "conv": "conv net, 5 layers with batch norm, 16x3x32x32",
+    "lstm": "LSTM cell, 24 steps, 64 wide, batch 16",
+}
+_README_COLUMNS = (EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP, JAX, LOOP, STEP)
+
+
+def readme_table(report: Mapping[str, Any]) -> str:
+    """Medians of a report that was written: ms a step, and the rate of `@lazystep.step`."""
+    lines = [
+        f"| ms a training step | {' | '.join(_README_COLUMNS)} | step against eager |",
+        "|---" * (len(_README_COLUMNS) + 2) + "|",
+    ]
+    for model, title in _README_ROWS.items():
+        measured = Measurements(**report["measurements"][model])
+        cells = [
+            "fails" if name in measured.failures else f"{measured.spread(name).median * 1e3:.1f}"
+            for name in _README_COLUMNS
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} | {measured.speedup(STEP, EAGER).median:.2f}x |")
+    return "\n".join(lines)

@@ -25,9 +25,10 @@ from benchmarks.steps_report import (
     geometric_mean,
     goals_table,
     rates_table,
+    readme_table,
     steps_table,
 )
-from benchmarks.timing import Measurements
+from benchmarks.timing import RESULTS, Measurements
 
 # Seconds a step: every goal is met.
 GOOD = dict(zip(VARIANTS, (10.0, 9.0, 8.0, 7.0, 90.0, 6.0, 5.0, 4.0), strict=True))
@@ -155,3 +156,10 @@ def test_summary_lists_every_goal_and_what_was_never_run(tmp_path):
     assert any(f"{LOOP}: 1.1 times eager's rate on each" in line for line in missed)
     num_met = sum(" | met | " in line for line in text.splitlines())
     assert f"{num_met} of {len(GOALS)} met." in text
+
+
+def test_readme_shows_the_table_of_the_run_on_disk():
+    report = json.loads((RESULTS / "steps.json").read_text())
+    readme = (RESULTS.parent.parent / "README.md").read_text()
+    assert readme_table(report) in readme
+    assert report["machine"]["date"] in readme
