@@ -387,6 +387,8 @@ def main() -> None:
     parser.add_argument("--peer", choices=SYSTEMS, help="serve turns of one system as JSON (used internally)")
     arguments = parser.parse_args()
     if arguments.peer:
+        # This is about recording and the reference executable: no compiler is to work beside them.
+        os.environ["LAZYSTEP_TIER"] = "reference"
         serve(Worker(load_system(arguments.peer)).work)
         return
     report = run(arguments.quick)
