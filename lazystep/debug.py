@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import metrics, timeline
+from . import history, metrics, timeline
 from .barrier import handle_of, runtime
 from .errors import LazyStepError
 from .program.printer import to_dot
@@ -72,7 +72,8 @@ def explain() -> str:
     Does not synchronize: counts include what has run so far.
     """
     with runtime.recorder.lock:
-        rows = [runtime.history.explain()]
+        programs = runtime.history.programs()
+    rows = [history.explain(programs)]
     lines = metrics.synchronizations()
     if lines:
         rows.append("lines that wait for values:")

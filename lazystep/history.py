@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import metrics
@@ -54,56 +55,57 @@ class History:
                 "storm",
                 f"{sum(self._recent)} of the last {len(self._recent)} steps were new programs, and a program "
                 f"that does not repeat is never compiled. Against the most similar one: "
-                f"{self._why(executable.program, [e.program for e in self._programs])}",
+                f"{_why(executable.program, [e.program for e in self._programs])}",
             )
         self._num_programs += 1
         executable.number = self._num_programs
         self._programs.append(executable)
 
-    def describe(self) -> list[ProgramFacts]:
+    def programs(self) -> list[TieredExecutable]:
         """Every program that is remembered, in the order in which they appeared."""
-        programs = list(self._programs)
-        facts = []
-        for position, one in enumerate(programs):
-            instructions = one.program.instructions
-            facts.append(
-                ProgramFacts(
-                    number=one.number,
-                    num_instructions=len(instructions),
-                    line=instructions[0].where if instructions else "an unknown line",
-                    num_runs=one.num_runs,
-                    num_native_runs=one.num_native_runs,
-                    why=self._why(one.program, [p.program for p in programs[:position]]),
-                    standing=_standing(one),
-                )
+        return list(self._programs)
+
+
+def describe(programs: Sequence[TieredExecutable]) -> list[ProgramFacts]:
+    """What there is to say about each of them. Compares programs: call it without a lock."""
+    facts = []
+    for position, one in enumerate(programs):
+        instructions = one.program.instructions
+        facts.append(
+            ProgramFacts(
+                number=one.number,
+                num_instructions=len(instructions),
+                line=instructions[0].where if instructions else "an unknown line",
+                num_runs=one.num_runs,
+                num_native_runs=one.num_native_runs,
+                why=_why(one.program, [p.program for p in programs[:position]]),
+                standing=_standing(one),
             )
-        return facts
+        )
+    return facts
 
-    def program(self, number: int) -> Program | None:
-        """The program of this number, if it is remembered."""
-        return next((one.program for one in self._programs if one.number == number), None)
 
-    def explain(self) -> str:
-        """Every program: how often it ran, on what, why it exists, why it is not native."""
-        programs = self.describe()
-        rows = [f"{self._num_programs} programs" + (", the last ones:" if self._num_programs > 128 else "")]
-        for one in programs:
-            native = f", {one.num_native_runs} natively" if one.num_native_runs else ""
-            rows.append(
-                f"program {one.number}: {one.num_instructions} instructions from {one.line}, "
-                f"run {one.num_runs} times{native}"
-            )
-            if one.number > 1:
-                rows.append(f"  new because {one.why}")
-            rows.append(f"  {one.standing}")
-        return "\n".join(rows)
+def explain(programs: Sequence[TieredExecutable]) -> str:
+    """Every program: how often it ran, on what, why it exists, why it is not native."""
+    total = programs[-1].number if programs else 0
+    rows = [f"{total} programs" + (", the last ones:" if total > len(programs) else "")]
+    for one in describe(programs):
+        native = f", {one.num_native_runs} natively" if one.num_native_runs else ""
+        rows.append(
+            f"program {one.number}: {one.num_instructions} instructions from {one.line}, "
+            f"run {one.num_runs} times{native}"
+        )
+        if one.number > 1:
+            rows.append(f"  new because {one.why}")
+        rows.append(f"  {one.standing}")
+    return "\n".join(rows)
 
-    @staticmethod
-    def _why(program: Program, earlier: list[Program]) -> str:
-        known = nearest(program, earlier)
-        if known is None:
-            return "it is the first one"
-        return first_difference(known, program) or "the memory behind its inputs is shared differently"
+
+def _why(program: Program, earlier: Sequence[Program]) -> str:
+    known = nearest(program, earlier)
+    if known is None:
+        return "it is the first one"
+    return first_difference(known, program) or "the memory behind its inputs is shared differently"
 
 
 def _standing(executable: TieredExecutable) -> str:

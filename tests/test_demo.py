@@ -18,11 +18,8 @@ from click.testing import CliRunner, Result
 from lazystep import cli, metrics
 from lazystep.demo import run as demo_run
 from lazystep.demo.byte_gpt import ByteGPT, read_corpus, sample_batch
-from lazystep.record.device import IS_NATIVE
 
 ROOT = Path(__file__).parent.parent
-
-pytestmark = pytest.mark.skipif(IS_NATIVE, reason="steps are captured by the Python recorder only")
 
 
 @pytest.fixture(autouse=True)

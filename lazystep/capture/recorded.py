@@ -329,8 +329,6 @@ class Guards:
         self._flags = self._read_flags()
         self._groups = self._read_groups()
         self._versions = self._read_versions()
-        # Kept alive, so that no other tensor can get the id of one of them.
-        self._host_values = [place.get() for place in self._host]
 
     def _read_simple(self) -> list[Any]:
         return [container[key] for container, key in self._slots] + [place.get() for place in self._cells]

@@ -157,7 +157,7 @@ class Replay:
             elif now in drawn_at:
                 self._fresh[drawn_at[now]] = position, call.draws[drawn_at[now]].again
                 lasting.pop()
-            elif earlier.program.inputs[position] is now:
+            elif earlier.program.inputs[position] == now:
                 self._constants.append((position, now))
             else:
                 constant = self._constant(earlier, call, position)
@@ -181,7 +181,7 @@ class Replay:
                 f"the tensor taken by {user} is another one in each call; make it an argument of the step"
             )
         storage = call.program.inputs[position].storage
-        if sum(handle.storage is storage for handle in call.program.inputs) > 1:
+        if sum(handle.storage == storage for handle in call.program.inputs) > 1:
             raise NotReplayableError(f"the tensor taken by {user} shares memory; make it an argument")
         return now.clone()
 

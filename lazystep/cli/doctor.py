@@ -18,10 +18,11 @@ import torch
 
 from .. import config, metrics
 from .._version import __version__
-from ..barrier import mark_step, wait_for_compile
+from ..barrier import mark_step, runtime, wait_for_compile
 from ..compile.cache import CacheError, LibraryCache, cache_directory
 from ..compile.key import NoCompilerError, environment, find_compiler
 from ..execute.openmp import can_release
+from ..history import describe
 from ..record.native import find_problem
 from ..runs.facts import changed_settings
 
@@ -118,6 +119,9 @@ def _cache() -> Iterator[Finding]:
     size = sum(entry.nbytes for entry in entries) / 1e6
     mode = root.stat().st_mode & 0o777
     text = f"cache: {root} (mode {mode:o}), {len(entries)} libraries, {size:.0f} MB, {free / 1e9:.1f} GB free"
+    if free < _MIN_FREE:
+        variable = config.variable("cache_dir")
+        text += f": too little for a build; free some, or set {variable} to a directory with more"
     yield Finding("good" if free >= _MIN_FREE else "problem", text)
 
 
@@ -174,10 +178,7 @@ def _native_step() -> Iterator[Finding]:
     if metrics.counter_value("native_executions") and weight.tolist() == [1.875] * 8:
         yield Finding("good", "native step: one was built, compared with the reference, and run")
     else:
-        reasons = [
-            n for n in metrics.counter_names() if n.startswith(("builds_failed:", "programs_on_reference:"))
-        ]
-        yield Finding(
-            "problem",
-            f"native step: it was not built or is wrong ({', '.join(reasons) or 'no reason given'})",
-        )
+        with runtime.recorder.lock:
+            programs = runtime.history.programs()
+        standing = describe(programs)[-1].standing
+        yield Finding("problem", f"native step: not built, or wrong: it {standing}. Training goes on without")

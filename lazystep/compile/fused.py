@@ -48,16 +48,13 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    _refuse_scaling(grad_scale, found_inf)
-    rate = _number(lr)
+    rate = _rate(lr, grad_scale, found_inf)
     for index, (parameter, average, square) in enumerate(zip(self, exp_avgs, exp_avg_sqs, strict=True)):
         step = state_steps[index].double()
         p, m, v = _computed(parameter), _computed(average), _computed(square)
-        g = _gradient(grads[index], maximize)
-        if decoupled:
-            p = p - p * _like(rate * weight_decay, p) if weight_decay else p
-        elif weight_decay:
-            g = g + p * weight_decay
+        g = _gradient(grads[index], p, maximize, 0.0 if decoupled else weight_decay)
+        if decoupled and weight_decay:
+            p = p - p * _like(rate * weight_decay, p)
         m = m + (g - m) * (1.0 - beta1)
         v = v * beta2 + g * g * (1.0 - beta2)
         average.copy_(m)
@@ -87,12 +84,10 @@ def sgd(
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
     """`_fused_sgd_`."""
-    _refuse_scaling(grad_scale, found_inf)
-    rate = _number(lr)
+    rate = _rate(lr, grad_scale, found_inf)
     for index, parameter in enumerate(self):
-        p, g = _computed(parameter), _gradient(grads[index], maximize)
-        if weight_decay:
-            g = g + p * weight_decay
+        p = _computed(parameter)
+        g = _gradient(grads[index], p, maximize, weight_decay)
         if momentum:
             buffer = momentum_buffer_list[index]
             b = g if is_first_step else _computed(buffer) * momentum + g * (1.0 - dampening)
@@ -117,12 +112,10 @@ def adagrad(
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
     """`_fused_adagrad_`."""
-    _refuse_scaling(grad_scale, found_inf)
-    rate = _number(lr)
+    rate = _rate(lr, grad_scale, found_inf)
     for index, (parameter, total) in enumerate(zip(self, state_sums, strict=True)):
-        p, g = _computed(parameter), _gradient(grads[index], maximize)
-        if weight_decay:
-            g = g + p * weight_decay
+        p = _computed(parameter)
+        g = _gradient(grads[index], p, maximize, weight_decay)
         s = _computed(total) + g * g
         total.copy_(s)
         decayed = rate / (1.0 + (state_steps[index].double() - 1.0) * lr_decay)
@@ -139,24 +132,22 @@ FUSED: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
-def _refuse_scaling(grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _rate(lr: Number, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    """The learning rate in double, as the kernels compute with it."""
     if grad_scale is not None or found_inf is not None:
         raise NotImplementedError("a fused optimizer step with a GradScaler")
-
-
-def _number(value: Number) -> Tensor:
-    """In double, as the kernels compute with hyperparameters."""
-    if type(value) is FreeScalar:
-        return value.tensor
-    return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64)
+    if type(lr) is FreeScalar:
+        return lr.tensor
+    return lr.double() if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64)
 
 
 def _computed(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _gradient(grad: Tensor, maximize: bool) -> Tensor:
-    return -_computed(grad) if maximize else _computed(grad)
+def _gradient(grad: Tensor, parameter: Tensor, maximize: bool, weight_decay: float) -> Tensor:
+    gradient = -_computed(grad) if maximize else _computed(grad)
+    return gradient + parameter * weight_decay if weight_decay else gradient
 
 
 def _like(number: Tensor, tensor: Tensor) -> Tensor:

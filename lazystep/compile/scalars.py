@@ -43,8 +43,8 @@ _FREE: dict[str, frozenset[str]] = {
     "masked_fill": frozenset({"value"}),
     "where": frozenset({"self", "other"}),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), frozenset({"other"})),
-    **dict.fromkeys(("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"), frozenset({"lr"})),
 }
+_FUSED_FREE = frozenset({"lr"})
 # What the scalar of a foreach op is called in the plain op.
 _FOREACH_NAMES = {
     **dict.fromkeys(("add", "sub", "mul", "div"), "other"),
@@ -63,10 +63,15 @@ def fixed_slots(program: Program) -> frozenset[int]:
     for instruction in program.instructions:
         for name, arg, is_tensor in _named_arguments(instruction):
             for slot in slots_of(arg):
-                is_free = is_tensor or name in _FREE.get(base_name(instruction.op), ())
+                is_free = is_tensor or name in _free_names(base_name(instruction.op))
                 if not is_free or program.scalars[slot] is complex or _has_out(instruction):
                     fixed.add(slot)
     return frozenset(fixed)
+
+
+def _free_names(name: str) -> frozenset[str]:
+    # Fused optimizers are taken apart (`fused`), and of their numbers a schedule changes one.
+    return _FUSED_FREE if name.startswith("_fused_") else _FREE.get(name, frozenset())
 
 
 def call_with_scalars(instruction: Instruction, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:

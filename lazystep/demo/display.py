@@ -9,15 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from .. import metrics
+from ..barrier import runtime
 from ..step_closures import add_step_closure, get_device_context
 
 _PLAIN_SECONDS = 5.0
-
-
-def steps_in_flight() -> int:
-    """Steps that are queued or running."""
-    value = metrics.counter_value
-    return int(value("programs_recorded") + value("programs_replayed") - value("programs_executed"))
 
 
 class Display:
@@ -51,7 +46,7 @@ class Display:
         closures = get_device_context().num_pending()
         text = (
             f"step {step:5d}  loss {loss.item():.3f}  {rate:5.1f} steps/s  {tier:<9}  "
-            f"{steps_in_flight()} steps and {closures} closures queued"
+            f"{runtime.executor.num_in_flight} steps and {closures} closures queued"
         )
         if self._bar is None:
             self._last_line = now

@@ -17,6 +17,7 @@ from .. import config, metrics
 from .._version import __version__
 from ..barrier import runtime
 from ..capture.step import reasons
+from ..history import describe
 from ..program.program import Program
 
 FORMAT = 1
@@ -25,14 +26,14 @@ FORMAT = 1
 def collect() -> dict[str, Any]:
     """The facts so far, of the whole process. Does not synchronize: see `lazystep.wait_device_ops`."""
     with runtime.recorder.lock:
-        programs = [program._asdict() for program in runtime.history.describe()]
+        programs = runtime.history.programs()
     return {
         "format": FORMAT,
         "versions": versions(),
         "settings": changed_settings(),
         "counters": {name: metrics.counter_value(name) for name in metrics.counter_names()},
         "synchronizations": [list(row) for row in metrics.synchronizations()],
-        "programs": programs,
+        "programs": [program._asdict() for program in describe(programs)],
         "steps": list(reasons),
     }
 
@@ -40,10 +41,9 @@ def collect() -> dict[str, Any]:
 def main_program() -> Program | None:
     """The program that did most of the work: the step, where there is one."""
     with runtime.recorder.lock:
-        programs = runtime.history.describe()
-        most = max(programs, key=lambda p: p.num_runs * p.num_instructions, default=None)
-        found = None if most is None else runtime.history.program(most.number)
-        return found or runtime.last_program
+        programs = runtime.history.programs()
+    most = max(programs, key=lambda p: p.num_runs * len(p.program.instructions), default=None)
+    return runtime.last_program if most is None else most.program
 
 
 def versions() -> dict[str, Any]:
