@@ -52,7 +52,7 @@ class HostState:
             return
         now = self.tensor.item()
         for number in trace.numbers():
-            if torch.tensor(self.before, dtype=self.tensor.dtype).mul_(float(number)).item() == now:
+            if torch.tensor(self.before, dtype=self.tensor.dtype).mul_(number.tag).item() == now:
                 self.factor = number
                 self.tensor.copy_(torch.tensor(self.before, dtype=self.tensor.dtype).mul_(number.true))
                 return

@@ -6,18 +6,21 @@ a torch op comes out as a plain double, without its expression; so every traced 
 tiny perturbation that makes its double unlike any other, by which it is recognized among the scalars of
 the recording. There the true value is put back before the step runs: nothing is ever computed from a
 tagged number. Comparisons use true values and become guards of the replay; so does every use by a
-function that computes with the number itself, out of sight: it gets the true value (`Pins`).
+function that computes with the number itself, out of sight: it gets the true value (`Pins`, and
+`Traced.pin` for Python and NumPy).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -43,6 +46,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 }
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "fabs")
 SOURCES = ("argument", "group", "state")
+_MAX_TAGS = 8
 
 
 class Trace:
@@ -56,59 +60,61 @@ class Trace:
 
     def source(self, value: float, *name: Any) -> Traced:
         """A number that a replay reads anew: `name` says from where."""
-        noise = 1.0 + self._random.uniform(1e-7, 1e-6) * self._random.choice((-1, 1))
-        tagged = value * noise if value != 0.0 and math.isfinite(value) else value
-        if value == 0.0:
-            tagged = self._random.uniform(1e-9, 2e-9)
-        return self.number(tagged, value, name)
+        return self.number(value, name)
 
-    def number(self, tagged: float, true: float, expression: Expression) -> Traced:
-        """Make a traced number known by its tagged value."""
-        made = Traced(tagged)
+    def number(self, true: float, expression: Expression) -> Traced:
+        """Make a traced number, with a tag of its own.
+
+        Not the tags' result: `1 - beta ** step` ends at 1.0 whatever the tag of beta, and would be taken
+        for every other 1.0 in the recording.
+        """
+        tag = self._new_tag(true)
+        made = Traced(tag)
         made.trace, made.true, made.expression = self, true, expression
-        self._keep(tagged, made)
+        if tag == true or tag != tag:  # infinite, or none at all: one can't be told from another
+            made.pin()
+        else:
+            self._by_tag[tag] = made
         return made
 
-    def _keep(self, tagged: float, made: Traced) -> None:
-        known = self._by_tag.get(tagged)
-        if known is not None and known.expression != made.expression:
-            # Two expressions with one double, as of x and x ** 1.0: the value is known, how it is
-            # computed is not.
-            made = Traced(tagged)
-            made.trace, made.true, made.expression = self, known.true, None
-        self._by_tag[tagged] = made
+    def _new_tag(self, true: float) -> float:
+        for _ in range(_MAX_TAGS):
+            noise = self._random.uniform(1e-7, 1e-6) * self._random.choice((-1, 1))
+            tag = true * (1.0 + noise) if true else noise * 1e-2
+            if tag != true and tag not in self._by_tag:
+                return tag
+        return true
 
     def numbers(self) -> list[Traced]:
         """Every number that can be told from the others."""
-        return [number for number in self._by_tag.values() if number.expression is not None]
+        return list(self._by_tag.values())
 
     def find(self, value: float) -> Traced | None:
         """The traced number that a plain double once was, or the opposite, rest or inverse of one.
 
         torch's own formulas negate numbers, subtract them from one and divide by them.
         """
+        if type(value) is not float or value == 0.0 or not math.isfinite(value):
+            return None
         found = self._by_tag.get(value)
-        if found is not None or type(value) is not float or value == 0.0 or not math.isfinite(value):
+        if found is not None:
             return found
-        for wrap, candidate in (
+        derivations: tuple[tuple[Callable[[Any], Any], float], ...] = (
             (lambda t: -t, -value),
             (lambda t: 1.0 - t, 1.0 - value),
             (lambda t: t - 1.0, value + 1.0),
             (lambda t: 1.0 / t, 1.0 / value),
-        ):
+        )
+        for wrap, candidate in derivations:
             base = self._by_tag.get(candidate)
-            if (
-                base is not None
-                and base.expression is not None
-                and float.__eq__(float(wrap(float(base))), value)
-            ):
+            if base is not None and wrap(base.tag) == value:
                 derived: Traced = wrap(base)
                 return derived
         return None
 
 
 class Traced(float):
-    """See the module. Its own value is the tagged one; `true` is what it stands for."""
+    """See the module. Its own value, which C reads, is its tag; `true` is what it stands for."""
 
     __slots__ = ("expression", "trace", "true")
     trace: Trace
@@ -129,11 +135,16 @@ class Traced(float):
     def __reduce__(self) -> Any:
         return float, (self.true,)
 
+    @property
+    def tag(self) -> float:
+        """The double that an op sees."""
+        return float.__float__(self)
+
     def __neg__(self) -> Traced:
-        return self.trace.number(-float(self), -self.true, ("neg", self.expression))
+        return self.trace.number(-self.true, ("neg", self.expression))
 
     def __abs__(self) -> Traced:
-        return self.trace.number(abs(float(self)), abs(self.true), ("abs", self.expression))
+        return self.trace.number(abs(self.true), ("abs", self.expression))
 
     def __pos__(self) -> Traced:
         return self
@@ -141,32 +152,24 @@ class Traced(float):
     def __bool__(self) -> bool:
         return bool(_compare("!=", self, 0.0))
 
+    # Whoever asks for another kind of number computes on with that, out of sight.
+
     def __float__(self) -> float:
-        return float.__float__(self)
+        return self.pin()
+
+    def __complex__(self) -> complex:
+        return complex(self.pin())
 
     def __int__(self) -> int:
         return int(self.pin())
 
     __trunc__ = __int__
 
-    def __round__(self, ndigits: Any = None) -> Any:
-        return round(self.pin(), ndigits)
-
-    def __floor__(self) -> int:
-        return math.floor(self.pin())
-
-    def __ceil__(self) -> int:
-        return math.ceil(self.pin())
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self.pin() // true_value(other)
-
-    def __mod__(self, other: Any) -> Any:
-        return self.pin() % true_value(other)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.pin(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        pinned = [i.pin() if type(i) is Traced else i for i in inputs]
-        return getattr(ufunc, method)(*pinned, **kwargs)
+        return getattr(ufunc, method)(*map(_pinned, inputs), **kwargs)
 
     def pin(self) -> float:
         """The true value, for code that takes it out of sight: a replay has to have the same one."""
@@ -179,16 +182,22 @@ def true_value(value: Any) -> Any:
     return value.true if type(value) is Traced else value
 
 
+def _pinned(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_pinned, value))
+    return value.pin() if type(value) is Traced else value
+
+
 def _binary(symbol: str, left: Any, right: Any) -> Any:
+    function = _BINARY[symbol]
+    if isinstance(left, complex) or isinstance(right, complex):
+        return function(_pinned(left), _pinned(right))
     if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
         return NotImplemented
-    function = _BINARY[symbol]
-    trace = _trace_of(left, right)
     true = function(true_value(left), true_value(right))
     if type(true) is complex:
         raise ValueError("a negative number has no real power of that kind")
-    tagged = function(float.__float__(left) if isinstance(left, float) else left, _plain(right))
-    return trace.number(float(tagged), float(true), (symbol, _expression(left), _expression(right)))
+    return _trace_of(left, right).number(float(true), (symbol, _expression(left), _expression(right)))
 
 
 def _compare(symbol: str, left: Any, right: Any) -> Any:
@@ -205,10 +214,6 @@ def _trace_of(left: Any, right: Any) -> Trace:
     return traced.trace
 
 
-def _plain(value: Any) -> Any:
-    return float.__float__(value) if isinstance(value, float) else value
-
-
 def _expression(value: Any) -> Expression:
     return value.expression if type(value) is Traced else value
 
@@ -220,6 +225,21 @@ def _install() -> None:
         setattr(Traced, f"__r{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, b, a))
     for symbol, name in {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}.items():
         setattr(Traced, f"__{name}__", lambda a, b, s=symbol: _compare(s, a, b))
+    # Steps have jumps there, which no expression of ours has: rounding, remainders, a number's digits.
+    for name in ("round", "floor", "ceil", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"):
+        setattr(Traced, f"__{name}__", _on_pinned(getattr(float, f"__{name}__")))
+    for name in ("hex", "is_integer", "as_integer_ratio"):
+        setattr(Traced, name, _on_pinned(getattr(float, name)))
+
+
+def _on_pinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of numbers, with true ones."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_pinned, args), **{name: _pinned(value) for name, value in kwargs.items()})
+
+    return call
 
 
 _install()
@@ -227,21 +247,20 @@ _install()
 
 @contextlib.contextmanager
 def traced_math() -> Iterator[None]:
-    """Let functions of `math` keep the expression of a traced number."""
+    """Let functions of `math` keep the expression of a traced number, or at least see the true one."""
 
-    def wrap(name: str, function: Callable[[float], float]) -> Callable[[float], float]:
+    def follow(name: str, function: Callable[[float], float]) -> Callable[[float], float]:
         def call(value: float) -> float:
             if type(value) is not Traced:
                 return function(value)
-            tagged, true = function(_plain(value)), function(value.true)
-            return value.trace.number(tagged, true, (name, value.expression))
+            return value.trace.number(function(value.true), (name, value.expression))
 
         return call
 
-    originals = {name: getattr(math, name) for name in _MATH}
+    originals = {name: value for name, value in vars(math).items() if name[0] != "_" and callable(value)}
     try:
         for name, function in originals.items():
-            setattr(math, name, wrap(name, function))
+            setattr(math, name, follow(name, function) if name in _MATH else _on_pinned(function))
         yield
     finally:
         for name, function in originals.items():
