@@ -27,7 +27,8 @@ from .compile.cache import Library
 from .compile.scalars import fixed_slots
 from .config import settings
 from .execute.compare import Results, describe, differences, perturb
-from .execute.native import NativeExecutable, UnfitError, load
+from .execute.library import load
+from .execute.native import NativeExecutable, UnfitError
 from .execute.openmp import sleeping_barriers
 from .execute.reference import ReferenceExecutable
 from .notices import notice

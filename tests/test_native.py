@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 import lazystep
-from lazystep import config, debug, metrics
+from lazystep import config, debug, metrics, tiers
 from lazystep.barrier import runtime
 from lazystep.compile.cache import LibraryCache, cache_directory
+from lazystep.execute.library import Call, find_problem, load
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -313,6 +315,47 @@ def test_number_of_threads_is_the_users() -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(bool(find_problem()), reason="needs the native runner")
+def test_python_runs_beside_a_native_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread gets its turn while the library runs, although nobody hands over the interpreter lock."""
+    has_begun, is_inside, found = threading.Event(), [False], []
+
+    def load_watched(path: Path) -> Call:
+        call = load(path)
+
+        def watched(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+            is_inside[0] = True
+            has_begun.set()
+            results = call(arguments)
+            is_inside[0] = False
+            return results
+
+        return watched
+
+    def look() -> None:
+        has_begun.wait(60)
+        found.append(is_inside[0])
+
+    monkeypatch.setattr(tiers, "load", load_watched)
+    x = torch.full((1000, 1000), 1e-3)
+    thread = threading.Thread(target=look)
+    thread.start()
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1000)  # who has the lock keeps it, unless it lets go by itself
+        with config.override(tier="native", check_native="off"):
+            lazy = result = x.to("lazy")
+            for _ in range(12):
+                result = result @ lazy
+            got = result.cpu()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join(60)
+    assert count("native_executions") == 1
+    assert found == [True]
+    torch.testing.assert_close(got, x)
 
 
 def test_custom_op_stays_on_the_reference_with_a_reason() -> None:

@@ -26,6 +26,7 @@ from ..record.handle import Handle
 from ..record.recorder import Draw
 from ..record.source import user_line
 from ..step_closures import Added, DeviceContext
+from .arguments import Structure, put_together
 from .places import Reach
 from .traced import Expression, Pins, Trace, Traced, traced_math, true_value
 
@@ -79,7 +80,7 @@ class RecordedCall:
         function: Callable[..., Any],
         owner: Any,
         leaves: list[Any],
-        spec: pytree.TreeSpec,
+        structure: Structure,
         context: DeviceContext,
         met: weakref.WeakSet[torch.optim.Optimizer],
         closures: set[CodeType],
@@ -109,17 +110,17 @@ class RecordedCall:
         self.draws: list[Draw] = []
         self.added: list[Added] = []
         self.result: Any = None
-        self._run(spec)
+        self._run(structure)
 
     # -- running ------------------------------------------------------------------------------------
 
-    def _run(self, spec: pytree.TreeSpec) -> None:
+    def _run(self, structure: Structure) -> None:
         recorder, context = runtime.recorder, self._context
         traced = [
             self.trace.source(leaf, "argument", number) if type(leaf) is float else leaf
             for number, leaf in enumerate(self.leaves)
         ]
-        args, kwargs = pytree.tree_unflatten(traced, spec)
+        args, kwargs = put_together(traced, structure)
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
         stream = torch.get_rng_state()
         recorder.draws, context.log = self.draws, self.added

@@ -353,8 +353,10 @@ class Replay:
         if profile is not None:
             profile.add("replay", "recording", start, time.perf_counter())
         runtime.replay(self.variant, self._layout, handles, scalars, context, prepare)
-        result = pytree.tree_unflatten([recipe(made) for recipe in self._results], self._result_spec)
-        return True, result
+        results = [recipe(made) for recipe in self._results]
+        if self._result_spec.is_leaf():  # as of most steps
+            return True, results[0]
+        return True, pytree.tree_unflatten(results, self._result_spec)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The handles of all inputs, fresh ones left out; None if they are not of the captured types."""

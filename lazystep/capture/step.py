@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from .. import metrics
 from ..barrier import runtime
 from ..errors import LazyStepError
 from ..notices import LazyStepWarning, give_notices
 from ..program.difference import first_difference
-from ..program.types import TensorType
-from ..record.device import find_handle
 from ..step_closures import DeviceContext, get_device_context
+from .arguments import Kind, Structure, kind_difference, kind_of, take_apart
 from .recorded import RecordedCall
 from .replay import NotReplayableError, Replay, UnsettledError
 
@@ -95,7 +91,7 @@ class Step(Generic[P, R]):
         self._max_captures = max_captures
         self._owner: Any = None
         self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}
-        self._captures: dict[tuple[Any, ...], _Captures] = {}
+        self._captures: dict[Kind, _Captures] = {}
         self._num_new_kinds = 0  # calls in a row whose arguments were of a kind not seen before
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._closures: set[CodeType] = set()
@@ -121,31 +117,30 @@ class Step(Generic[P, R]):
         """Record or replay one step. Returns as soon as it is queued. Raises as `mark_step` does."""
         if runtime.on_cut is not None:
             return self._function(*args, **kwargs)  # inside another captured step: part of that one
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [_to_lazy(leaf) for leaf in leaves]
+        leaves, structure = take_apart(args, kwargs)
         context = get_device_context()
         runtime.flush()
-        captures = self._captures_of((spec, *map(_kind, leaves, _aliases(leaves))))
+        captures = self._captures_of(kind_of(leaves, structure))
         result: R
         for replay in captures.replays:
             if not replay.guards.hold():
                 continue
             if self._is_audit_due(captures, replay):
-                result = self._audit(captures, replay, leaves, spec, context)
+                result = self._audit(captures, replay, leaves, structure, context)
                 break
             is_done, result = replay.run(leaves, context)
             if is_done:
                 self.num_replayed += 1
                 break
         else:
-            result = self._record(captures, leaves, spec, context)
+            result = self._record(captures, leaves, structure, context)
         context.run_closures()
         runtime.raise_failures()
         context.async_failures()
         give_notices(stacklevel=2)
         return result
 
-    def _captures_of(self, kind: tuple[Any, ...]) -> _Captures:
+    def _captures_of(self, kind: Kind) -> _Captures:
         """What is known of calls of this kind. Kinds that have not repeated lately are forgotten."""
         captures = self._captures.get(kind)
         if captures is not None:
@@ -153,7 +148,7 @@ class Step(Generic[P, R]):
             return captures
         self._num_new_kinds += 1
         if self._num_new_kinds == _MAX_CHANGES:
-            self._fall_back(f"{_kind_difference(next(reversed(self._captures)), kind)} in each call")
+            self._fall_back(f"{kind_difference(next(reversed(self._captures)), kind)} in each call")
         idle = [key for key, one in self._captures.items() if not one.replays]
         if len(idle) >= _MAX_KINDS:
             del self._captures[idle[0]]
@@ -163,9 +158,9 @@ class Step(Generic[P, R]):
     # -- recording -----------------------------------------------------------------------------------
 
     def _record(
-        self, captures: _Captures, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext
+        self, captures: _Captures, leaves: list[Any], structure: Structure, context: DeviceContext
     ) -> R:
-        call = self._record_once(leaves, spec, context)
+        call = self._record_once(leaves, structure, context)
         result: R = call.result
         call.drop_tensors()
         if call.reason:
@@ -200,10 +195,12 @@ class Step(Generic[P, R]):
                 self._fall_back(str(error))
         return result
 
-    def _record_once(self, leaves: list[Any], spec: pytree.TreeSpec, context: DeviceContext) -> RecordedCall:
+    def _record_once(self, leaves: list[Any], structure: Structure, context: DeviceContext) -> RecordedCall:
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
-        return RecordedCall(self._function, self._owner, leaves, spec, context, self._met, self._closures)
+        return RecordedCall(
+            self._function, self._owner, leaves, structure, context, self._met, self._closures
+        )
 
     def _why_captured(self, number: int) -> str:
         if number > 1:
@@ -240,12 +237,12 @@ class Step(Generic[P, R]):
         captures: _Captures,
         replay: Replay,
         leaves: list[Any],
-        spec: pytree.TreeSpec,
+        structure: Structure,
         context: DeviceContext,
     ) -> R:
         """Record the call, which is always right, and compare it with what the replay would have done."""
         predicted = replay.predict(leaves)
-        call = self._record_once(leaves, spec, context)
+        call = self._record_once(leaves, structure, context)
         replay.num_runs += 1
         captures.next_audit = max(captures.next_audit, replay.num_runs) * _AUDIT_GROWTH
         metrics.count("captures_audited")
@@ -353,46 +350,3 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
 def _without_numbers(text: str) -> str:
     """What a reason is about: numbers in it differ from call to call."""
     return re.sub(r"-?\d[\d.e+-]*", "#", text)
-
-
-def _to_lazy(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-        return leaf.to("lazy")
-    return leaf
-
-
-def _aliases(leaves: list[Any]) -> list[int]:
-    """For each leaf the first leaf that is the same object."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(leaf), number) for number, leaf in enumerate(leaves)]
-
-
-def _kind_difference(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
-    """Which argument is of another kind, and what to do about it."""
-    if old[0] != new[0]:
-        return "its arguments have another structure"
-    number = next(n for n, (a, b) in enumerate(zip(old[1:], new[1:], strict=True)) if a != b)
-    if isinstance(new[number + 1][0], TensorType):
-        return f"argument {number} is a tensor of another shape or type"
-    return (
-        f"argument {number} ({new[number + 1][0].__name__}) has another value, which is part of the step; "
-        "pass a number that varies as a float or a tensor"
-    )
-
-
-def _kind(leaf: Any, alias: int) -> Hashable:
-    """What has to be the same for a call to be of the same kind."""
-    if isinstance(leaf, torch.Tensor):
-        handle = find_handle(leaf)
-        return None if handle is None else handle.type, leaf.requires_grad, alias
-    if type(leaf) is float:
-        return (float,)
-    try:
-        hash(leaf)
-    except TypeError:
-        if isinstance(leaf, np.ndarray):
-            # By its contents: nothing else tells when it is written in place.
-            digest = hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest()
-            return type(leaf), leaf.dtype.str, leaf.shape, digest
-        return type(leaf), id(leaf)
-    return type(leaf), leaf

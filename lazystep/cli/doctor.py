@@ -21,9 +21,10 @@ from .._version import __version__
 from ..barrier import mark_step, runtime, wait_for_compile
 from ..compile.cache import CacheError, LibraryCache, cache_directory
 from ..compile.key import NoCompilerError, environment, find_compiler
+from ..execute.library import find_problem as find_problem_of_runner
 from ..execute.openmp import can_release
 from ..history import describe
-from ..record.native import find_problem
+from ..record.native import find_problem as find_problem_of_recorder
 from ..runs.facts import changed_settings
 
 _MIN_FREE = 500_000_000  # a build's own files, and room for libraries
@@ -44,7 +45,7 @@ def doctor(build: bool) -> None:
 
     Exit status 1 if something won't work. Changes nothing but an empty cache directory.
     """
-    checks = [_software, _device, _compiler, _cache, _threads, _recorder, _extras, _settings]
+    checks = [_software, _device, _compiler, _cache, _threads, _recorder, _runner, _extras, _settings]
     problems = 0
     for check in [*checks, *([_native_step] if build else [])]:
         for finding in _attempt(check):
@@ -142,7 +143,7 @@ def _threads() -> Iterator[Finding]:
 
 
 def _recorder() -> Iterator[Finding]:
-    problem = find_problem()
+    problem = find_problem_of_recorder()
     if problem:
         kind = "problem" if config.settings.recorder == "native" else "note"
         yield Finding(kind, f"native recorder: {problem}; the Python one records more slowly")
@@ -150,6 +151,14 @@ def _recorder() -> Iterator[Finding]:
         yield Finding("note", "native recorder: built, but LAZYSTEP_RECORDER=python asks for the slower one")
     else:
         yield Finding("good", "native recorder: in use")
+
+
+def _runner() -> Iterator[Finding]:
+    problem = find_problem_of_runner()
+    if problem:
+        yield Finding("note", f"native runner: {problem}; no other Python thread runs beside a native step")
+    else:
+        yield Finding("good", "native runner: in use")
 
 
 def _extras() -> Iterator[Finding]:

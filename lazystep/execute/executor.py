@@ -16,6 +16,7 @@ import torch
 from .. import metrics, timeline
 from ..config import settings
 from ..errors import LazyStepError, WaitTimeoutError
+from .openmp import release_pool
 from .run import Run
 
 
@@ -107,6 +108,7 @@ class Executor:
             return
         if threading.current_thread() is self._thread:
             raise LazyStepError(f"the executor thread can't wait for {what}: it would wait for itself")
+        release_pool()  # whoever waits does not compute
         start = time.perf_counter()
         with self._condition:
             done = self._condition.wait_for(condition, settings.wait_timeout)
@@ -123,38 +125,46 @@ class Executor:
     # -- the executor thread's side ----------------------------------------------------------
 
     def _work(self) -> None:
+        failure: LazyStepError | None = None
         while True:
-            with self._condition:
-                while not self._queue and not self._closed:
-                    self._condition.wait()
-                if not self._queue:
-                    return
-                run = self._running = self._queue.popleft()
-            # A thread does not follow another one's `set_num_threads`.
-            if torch.get_num_threads() != run.num_threads:
-                torch.set_num_threads(run.num_threads)
-            start = time.perf_counter()
-            failure: LazyStepError | None
-            try:
-                failure = run.execute()
-            except BaseException as error:  # a bug of ours: it must end the step, not the thread
-                failure = LazyStepError(f"step {run.step} failed inside lazystep: {error!r}")
-                failure.__cause__ = error
-                run.abandon(str(failure))
-            end = time.perf_counter()
-            metrics.add_seconds("executing", end - start)
-            if timeline.active is not None:
-                args = {"step": run.step, "tier": run.executable.tier, "program": run.executable.number}
-                timeline.active.add(f"step {run.step}", "execution", start, end, **args)
-            metrics.count("programs_executed")
-            metrics.count("instructions_executed", len(run.executable.program.instructions))
+            # One section for the end of a step and the begin of the next: between two, whoever waited for
+            # the first would get the interpreter lock.
             with self._condition:
                 self._running = None
                 if failure is not None:
                     metrics.count("steps_failed")
                     self._failures.append(failure)
                 self._condition.notify_all()
-            del run, failure
+                while not self._queue and not self._closed:
+                    self._condition.wait()
+                if not self._queue:
+                    return
+                run = self._running = self._queue.popleft()
+            failure = _execute(run)
+            del run
+
+
+def _execute(run: Run) -> LazyStepError | None:
+    """Run a step on the executor thread. Returns its failure."""
+    # A thread does not follow another one's `set_num_threads`.
+    if torch.get_num_threads() != run.num_threads:
+        torch.set_num_threads(run.num_threads)
+    start = time.perf_counter()
+    failure: LazyStepError | None
+    try:
+        failure = run.execute()
+    except BaseException as error:  # a bug of ours: it must end the step, not the thread
+        failure = LazyStepError(f"step {run.step} failed inside lazystep: {error!r}")
+        failure.__cause__ = error
+        run.abandon(str(failure))
+    end = time.perf_counter()
+    metrics.add_seconds("executing", end - start)
+    if timeline.active is not None:
+        args = {"step": run.step, "tier": run.executable.tier, "program": run.executable.number}
+        timeline.active.add(f"step {run.step}", "execution", start, end, **args)
+    metrics.count("programs_executed")
+    metrics.count("instructions_executed", len(run.executable.program.instructions))
+    return failure
 
 
 def report_dropped(dropped: list[Run]) -> None:

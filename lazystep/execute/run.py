@@ -14,6 +14,7 @@ from .. import timeline
 from ..config import settings
 from ..errors import LazyStepError, StepError, WaitTimeoutError
 from .executable import Executable, InstructionError
+from .openmp import release_pool
 
 
 class Cell(Protocol):
@@ -113,6 +114,7 @@ class Run:
         """Block until the run has ended. Bounded by the setting `wait_timeout`."""
         if self.is_finished:
             return
+        release_pool()
         if timeline.active is None:
             self._wait()
             return

@@ -10,12 +10,10 @@ import importlib
 import warnings
 from types import ModuleType
 
-import torch
-
 from ...errors import LazyStepError
+from ...extensions import ExtensionError, load_extension
 from ...notices import LazyStepWarning
 
-_MISSING = "lazystep was installed without its native recorder"
 # Against the torch that is here, which need not be the one that an isolated build would get.
 _REMEDY = (
     "Build it again: pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps lazystep"
@@ -30,26 +28,22 @@ def load(choice: str) -> ModuleType | None:
     """
     if choice == "python":
         return None
-    problem = find_problem()
-    if not problem:
-        return importlib.import_module(".front_end", __package__)
-    if choice == "native":
-        raise LazyStepError(f"LAZYSTEP_RECORDER=native: {problem}. {_REMEDY}")
-    if problem != _MISSING:
-        message = f"{problem}; the Python one is used, which is slower. {_REMEDY}"
-        warnings.warn(message, LazyStepWarning, stacklevel=2)
-    return None
+    try:
+        load_extension(f"{__package__}._recorder", "native recorder")
+    except ExtensionError as error:
+        if choice == "native":
+            raise LazyStepError(f"LAZYSTEP_RECORDER=native: {error}. {_REMEDY}") from None
+        if not error.is_missing:
+            message = f"{error}; the Python one is used, which is slower. {_REMEDY}"
+            warnings.warn(message, LazyStepWarning, stacklevel=2)
+        return None
+    return importlib.import_module(".front_end", __package__)
 
 
 def find_problem() -> str:
     """Why the extension can't be used; empty if it can."""
     try:
-        extension = importlib.import_module("._recorder", __package__)
-    except ModuleNotFoundError:
-        return _MISSING
-    except ImportError as error:
-        return f"lazystep's native recorder can't be loaded by torch {torch.__version__} ({error})"
-    built, here = extension.torch_version, torch.__version__.partition("+")[0]
-    if built != here:
-        return f"lazystep's native recorder was built for torch {built}, this is torch {here}"
+        load_extension(f"{__package__}._recorder", "native recorder")
+    except ExtensionError as error:
+        return str(error)
     return ""

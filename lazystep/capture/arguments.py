@@ -1,0 +1,82 @@
+"""The arguments of a captured step: taken apart, moved to the device, and told apart by kind.
+
+Calls of one kind share captures: the same structure, tensors of the same types, equal plain values. Floats
+may vary within a kind, since they are inputs of the program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from ..program.types import TensorType
+from ..record.device import find_handle
+
+# How leaves become arguments again: their number where there is nothing else to it, else a tree's shape.
+Structure = int | pytree.TreeSpec
+Kind = tuple[Any, ...]
+
+_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, float, int, bool, str, type(None)))
+
+
+def take_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+    """The leaves of all arguments, with tensors on the lazy device, and their structure."""
+    structure: Structure
+    if not kwargs and _LEAVES.issuperset(map(type, args)):
+        leaves, structure = list(args), len(args)  # as most steps are called
+    else:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
+            leaves[number] = leaf.to("lazy")
+    return leaves, structure
+
+
+def put_together(leaves: list[Any], structure: Structure) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments with these leaves: positional ones and those with names."""
+    if isinstance(structure, int):
+        return leaves, {}
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return args, kwargs
+
+
+def kind_of(leaves: Sequence[Any], structure: Structure) -> Kind:
+    """What has to be the same for two calls to share captures. Hashable."""
+    first: dict[int, int] = {}
+    return structure, *(_kind(leaf, first.setdefault(id(leaf), n)) for n, leaf in enumerate(leaves))
+
+
+def _kind(leaf: Any, first: int) -> Hashable:
+    """`first`: the number of the first leaf that is the same object."""
+    if isinstance(leaf, torch.Tensor):
+        handle = find_handle(leaf)
+        return None if handle is None else handle.type, leaf.requires_grad, first
+    if type(leaf) is float:
+        return (float,)
+    try:
+        hash(leaf)
+    except TypeError:
+        if isinstance(leaf, np.ndarray):
+            # By its contents: nothing else tells when it is written in place.
+            digest = hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest()
+            return type(leaf), leaf.dtype.str, leaf.shape, digest
+        return type(leaf), id(leaf)
+    return type(leaf), leaf
+
+
+def kind_difference(old: Kind, new: Kind) -> str:
+    """Which argument is of another kind, and what to do about it."""
+    if old[0] != new[0]:
+        return "its arguments have another structure"
+    number = next(n for n, (a, b) in enumerate(zip(old[1:], new[1:], strict=True)) if a != b)
+    if isinstance(new[number + 1][0], TensorType):
+        return f"argument {number} is a tensor of another shape or type"
+    return (
+        f"argument {number} ({new[number + 1][0].__name__}) has another value, which is part of the step; "
+        "pass a number that varies as a float or a tensor"
+    )

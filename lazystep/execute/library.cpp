@@ -1,0 +1,27 @@
+// A library that AOTInductor built, run without the interpreter lock.
+//
+// torch binds the same runner for Python, but its `run` keeps the lock until the step is over: the
+// training thread can't record the next step meanwhile, no closure runs, no data loader's thread.
+// Used by execute/library.py alone.
+#include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <string>
+#include <vector>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using Runner = torch::inductor::AOTIModelContainerRunnerCpu;
+  module.attr("torch_version") = TORCH_VERSION;
+  py::class_<Runner>(module, "Library", py::module_local())
+      .def(py::init<const std::string&>(), py::arg("path"))
+      .def(
+          "run",
+          [](Runner& runner, const std::vector<at::Tensor>& arguments) {
+            py::gil_scoped_release no_lock;
+            return runner.run(arguments);
+          },
+          py::arg("arguments"));
+}
