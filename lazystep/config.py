@@ -104,6 +104,12 @@ class Settings:
     tune_threads: bool = _setting(
         True, "Run a library on one thread where that turns out to be faster.", _parse_flag, _any
     )
+    keep_memory: bool = _setting(
+        True,
+        "Keep memory that native steps free for the next ones, instead of giving it back to the system.",
+        _parse_flag,
+        _any,
+    )
     build_timeout: float = _setting(
         900.0, "Seconds that one build may take before it is given up.", float, _positive
     )

@@ -28,6 +28,7 @@ from .compile.scalars import fixed_slots
 from .config import settings
 from .execute.compare import Results, describe, differences, perturb
 from .execute.library import load
+from .execute.memory import keep_freed_memory
 from .execute.native import NativeExecutable, UnfitError
 from .execute.openmp import sleeping_barriers
 from .execute.reference import ReferenceExecutable
@@ -186,6 +187,8 @@ class TieredExecutable:
             self._stay("load", f"the library can't be loaded: {error}")
             notice("load", f"a native library can't be loaded, the step runs as it was: {error}")
             return
+        if settings.keep_memory:
+            keep_freed_memory()
         native = NativeExecutable(self.program, self._signature, call, fixed, num_threads)
         self._tiers.num_loaded += 1
         metrics.count("libraries_loaded")

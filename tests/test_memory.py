@@ -1,0 +1,45 @@
+"""Memory that is freed stays with the process: counted by page faults, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys, threading
+import torch
+from lazystep.execute.memory import keep_freed_memory
+
+def allocate():
+    blocks = [torch.ones(1_000_000) for _ in range(3)]
+    del blocks
+
+def work():
+    for _ in range(20):
+        allocate()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        allocate()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+thread = threading.Thread(target=work)  # as the executor, not on the heap of the main thread
+thread.start()
+thread.join()
+"""
+
+
+def num_page_faults(what: str) -> int:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, what], capture_output=True, text=True, timeout=120, check=True
+    )
+    return int(result.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a matter of glibc's malloc")
+def test_freed_memory_is_kept() -> None:
+    assert num_page_faults("leave") > 1000
+    assert num_page_faults("keep") < 100
