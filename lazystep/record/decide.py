@@ -12,6 +12,7 @@ type, while the user's line is still on the stack.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import re
@@ -32,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 from ..program.program import Arg, Ref, ScalarRef
 from ..program.types import TensorType, type_of
 from .host import eager_dispatch, serial_dispatch
+from .trial import is_cheap, work_of
 
 # Ops that move at most this many bytes are tried out on real zeros when first met.
 _PROBE_BYTES = 1 << 18
@@ -129,6 +131,7 @@ class OpFacts:
         "needs_nbytes",
         "number_names",
         "number_positions",
+        "work",
         "writes",
     )
 
@@ -154,6 +157,7 @@ class OpFacts:
         # Makes quantized tensors, which inference knows nothing of. Fake quantization makes floats.
         self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
         self.is_composite = is_composite(func) is True
+        self.work = work_of(func)
 
 
 def is_composite(func: Any) -> bool | None:
@@ -259,10 +263,17 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         kwargs=template_kwargs,
         scalar_types=tuple(template.scalar_types),
     )
+    operands = template.operands
+    if is_cheap(facts.work, [o.type for o in operands], sum(o.nbytes for o in operands)):
+        decision.writes = tuple(_written_operands(facts, args, kwargs))
+        with contextlib.suppress(NotImplementedError):  # results of another kind: inference says which
+            if _try_out(decision, operands, args, kwargs):
+                decision.finish()
+                return decision
     _inferring.active = True
     try:
         with eager_dispatch(), _fake_mode:
-            _infer(decision, facts, template.operands, args, kwargs)
+            _infer(decision, facts, operands, args, kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return Decision(Action.HOST, facts.name, func, "shape depends on values")
     except (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError):
@@ -270,11 +281,11 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     except Exception:
         # Eager decides what is an error and which one. If it accepts the call, inference was wrong.
         with eager_dispatch():
-            _call(func, [_zeros(o) for o in template.operands], args, kwargs)
+            _call(func, [_zeros(o) for o in operands], args, kwargs)
         return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
     finally:
         _inferring.active = False
-    _probe(decision, facts, template.operands, args, kwargs)
+    _probe(decision, facts, operands, args, kwargs)
     decision.finish()
     return decision
 
@@ -397,6 +408,17 @@ def _probe(
     is_known_wrong = facts.has_out or facts.name in _ALWAYS_PROBED
     if nbytes > _PROBE_BYTES and not (may_overlap or is_known_wrong):
         return
+    _try_out(decision, operands, args, kwargs, _VALUE_FREE_ERROR)
+
+
+def _try_out(
+    decision: Decision,
+    operands: list[Operand],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    errors: re.Pattern[str] | None = None,
+) -> bool:
+    """Run an op on zeros, or ones, and say what it did; False if it takes neither. Raises `errors`."""
     for value in (0, 1):  # zero is a valid index, one a valid pivot
         tensors = _filled_sharing_storage(operands, value)
         storages = [t.untyped_storage()._cdata for t in tensors]
@@ -406,11 +428,12 @@ def _probe(
         except Exception as error:
             # It may well be a bad value (a singular matrix); what is said of types and of overlapping
             # memory does not depend on values.
-            if isinstance(error, RuntimeError) and _VALUE_FREE_ERROR.search(str(error)):
+            if isinstance(error, RuntimeError) and errors is not None and errors.search(str(error)):
                 raise
             continue
         _describe(decision, operands, tensors, storages, out)
-        return
+        return True
+    return False
 
 
 def _written_operands(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
