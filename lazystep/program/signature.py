@@ -80,7 +80,7 @@ def signature_of(program: Program, fixed: Collection[int]) -> Signature:
     shared = _shared_storages(program)
     for value in program.outputs:
         type_, storage = program.values[value]
-        _check(type_, f"the result of {program.maker_of(value)}")
+        _check(program, value)
         if program.storages[storage].is_input:
             if storage not in number_of:
                 raise NotCallableError(f"the result %{value} lives in an input that nothing uses")
@@ -90,7 +90,7 @@ def signature_of(program: Program, fixed: Collection[int]) -> Signature:
         if storage in shared or type_.offset or not _is_dense(type_):
             root = first[storage]
             root_type = program.values[root].type
-            _check(root_type, f"the result of {program.maker_of(root)}")
+            _check(program, root)
             covers = root_type.offset == 0 and _is_dense(root_type) and root_type.extent >= type_.extent
             if not covers or root_type.dtype != type_.dtype:
                 raise NotCallableError(
@@ -117,7 +117,7 @@ def _arguments(program: Program, used: set[int]) -> tuple[Argument, ...]:
     for position, value in enumerate(program.inputs):
         if value in used:
             type_, storage = program.values[value]
-            _check(type_, f"the tensor taken by {program.user_of(value)}")
+            _check(program, value)
             views.setdefault(storage, []).append((position, type_))
     arguments = []
     for storage, inputs in views.items():
@@ -134,14 +134,22 @@ def _arguments(program: Program, used: set[int]) -> tuple[Argument, ...]:
     return tuple(arguments)
 
 
-def _check(type_: TensorType, what: str) -> None:
+def _check(program: Program, value: int) -> None:
+    type_ = program.values[value].type
     if type_.layout is not torch.strided:
-        raise NotCallableError(f"{what} is sparse: {type_}")
-    if type_.conj or type_.neg:
-        raise NotCallableError(f"{what} is conjugate or negated lazily: {type_}")
-    if type_.dtype.is_complex:
+        problem = "sparse"
+    elif type_.conj or type_.neg:
+        problem = "conjugate or negated lazily"
+    elif type_.dtype.is_complex:
         # Generated code has no complex numbers: all of it would be calls to torch's own kernels.
-        raise NotCallableError(f"{what} is complex: {type_}")
+        problem = "complex"
+    else:
+        return
+    is_input = value in program.inputs
+    which = (
+        f"tensor taken by {program.user_of(value)}" if is_input else f"result of {program.maker_of(value)}"
+    )
+    raise NotCallableError(f"the {which} is {problem}: {type_}")
 
 
 def _first_values(program: Program) -> dict[int, int]:
