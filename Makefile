@@ -12,11 +12,11 @@ demo: $(STAMP)
 
 # On the native recorder, where it was built; tests/test_front_ends.py holds the Python one against it.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Everything on the Python recorder.
 test-python: $(STAMP)
-	LAZYSTEP_RECORDER=python $(BIN)/python -m pytest -n 2 --dist loadfile
+	LAZYSTEP_RECORDER=python $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Rebuild the native recorder in place, after a change in lazystep/record/native/src.
 native: $(STAMP)

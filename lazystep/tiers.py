@@ -32,12 +32,10 @@ from .execute.memory import keep_freed_memory
 from .execute.native import NativeExecutable, UnfitError
 from .execute.openmp import sleeping_barriers
 from .execute.reference import ReferenceExecutable
+from .execute.thread_choice import ThreadChoice
 from .notices import notice
 from .program.program import Program
 from .program.signature import NotCallableError, Signature, signature_of
-
-# Runs per thread count before the faster one is taken.
-_TRIES = 6
 
 
 class State(enum.Enum):
@@ -264,7 +262,7 @@ class TieredExecutable:
 
 
 class _Loaded:
-    """A library in use: whether it has been checked, and on how many threads it runs."""
+    """A library in use: whether it has been checked, and on how many threads it runs now."""
 
     def __init__(self, native: NativeExecutable, library: Library, builder: Builder) -> None:
         self.native = native
@@ -272,11 +270,8 @@ class _Loaded:
         self._builder = builder
         self._num_runs = 0
         self._is_checked = library.is_checked
-        self._num_threads: int | None = None
-        # Thread count to the shortest run on it, until the choice has been made.
-        self._shortest = dict.fromkeys({native.num_threads, 1}, float("inf"))
-        if len(self._shortest) == 1 or not settings.tune_threads:
-            self._num_threads = native.num_threads
+        tries_one = settings.tune_threads and native.num_threads > 1
+        self._threads = ThreadChoice([native.num_threads, 1] if tries_one else [native.num_threads])
 
     def is_check_due(self) -> bool:
         period = settings.check_native
@@ -290,25 +285,13 @@ class _Loaded:
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         self._num_runs += 1
-        num_threads = self._num_threads
-        if num_threads is None:
-            return self._run_and_measure(inputs, scalars)
+        num_threads = self._threads.next()
         if num_threads != self.native.num_threads:
             # The executor sets its count again before the next step that needs it.
             torch.set_num_threads(num_threads)
-        return self.native.run(inputs, scalars)
-
-    def _run_and_measure(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
-        """Try one thread and all of them in turn; small steps lose to the barriers between threads."""
-        counts = sorted(self._shortest)
-        num_threads = counts[self._num_runs % 2]
-        torch.set_num_threads(num_threads)
         start = time.perf_counter()
         outputs = self.native.run(inputs, scalars)
-        self._shortest[num_threads] = min(self._shortest[num_threads], time.perf_counter() - start)
-        if self._num_runs >= 2 * _TRIES:
-            # For this process alone: beside a busy neighbour one thread wins, and later it may not.
-            self._num_threads = min(counts, key=self._shortest.__getitem__)
+        self._threads.took(time.perf_counter() - start)
         return outputs
 
 

@@ -1,0 +1,180 @@
+"""Faults of libraries: wrong, failing, or given what they were not built for."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazystep
+from lazystep import config
+from lazystep import tiers as tiers_module
+from lazystep.barrier import runtime
+from lazystep.compile import builder as builder_module
+from lazystep.execute.native import UnfitError
+from lazystep.tiers import State, TieredExecutable
+
+from .common import X, cache, count, repeat, run_square_sum, square_sum
+
+
+def test_library_that_disagrees_is_never_used() -> None:
+    """The library of another program under this program's key: whole, loadable, and wrong."""
+    lazy = X.to("lazy")
+    repeat(lambda: (lazy * lazy).sum(1) + 2)
+    (wrong,) = cache().entries()
+    captured: list[str] = []
+    original = builder_module.library_key
+
+    def redirect(*args: Any) -> str:
+        captured.append(original(*args))
+        return wrong.key
+
+    runtime.programs.clear()
+    (Path(config.settings.cache_dir) / "libraries" / wrong.key / "checked").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder_module, "library_key", redirect)
+        with pytest.warns(lazystep.LazyStepWarning, match=r"aten\.add\.Tensor at .*test_running") as caught:
+            got = repeat(lambda: (lazy * lazy).mean(1) + 2)
+            lazystep.mark_step()
+    assert captured
+    assert len(caught) == 1
+    assert got.tolist() == ((X * X).mean(1) + 2).tolist()
+    assert count("native_mismatches") == 1
+    assert "disagreed with the reference" in lazystep.debug.explain()
+
+
+def test_library_that_fails_at_its_first_run_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setattr(tiers_module, "load", lambda path: fail)
+    total = torch.zeros(3).to("lazy")
+    for number in range(6):
+        total.add_(2.0)
+        lazystep.mark_step()
+        if number == 3:
+            assert lazystep.wait_for_compile(300)
+    assert total.tolist() == [12.0] * 3
+    assert count("programs_on_reference:failed") == 1
+    assert "a kernel is missing" in lazystep.debug.explain()
+
+
+def test_rounding_that_an_optimizer_blows_up_is_no_disagreement() -> None:
+    """A gradient that is zero but for rounding, divided by its own size: both results are as good."""
+    x = torch.randn(64, 8).to("lazy")
+
+    def step() -> torch.Tensor:
+        centred = x - x.mean(0)
+        noise = centred.sum(0)
+        return noise / (noise.abs() + 1e-12)
+
+    repeat(step, 6)
+    assert count("native_mismatches") == 0
+    assert count("native_executions") >= 1
+
+
+def test_inputs_that_do_not_fit_run_on_the_reference() -> None:
+    run_square_sum()
+    executable = runtime.history._programs[-1]
+    assert executable.state is State.NATIVE
+    native = executable._loaded[0].native
+    good = [X.clone()]
+    with pytest.raises(UnfitError):
+        native.run([X.double()], [])
+    with pytest.raises(UnfitError):
+        native.run([X[:2]], [])
+    with pytest.raises(UnfitError):
+        native.run([X.t().contiguous().t()], [])
+    # The program itself goes on, on the reference, with what the inputs really are.
+    transposed = X.t().contiguous().t()
+    scalars = [1] * len(executable.program.scalars)
+    got = executable.run([transposed], scalars)
+    assert torch.equal(got[0], square_sum(X))
+    assert executable.state is State.STAYS
+    assert "do not fit" in executable.reason
+    assert good[0].equal(X)
+
+
+def test_two_inputs_in_one_memory_are_refused() -> None:
+    a, b = torch.ones(4).to("lazy"), torch.ones(4).to("lazy")
+    repeat(lambda: a * 2 + b)
+    executable = runtime.history._programs[-1]
+    shared = torch.ones(8)
+    with pytest.raises(UnfitError, match="share their memory"):
+        executable._loaded[0].native.run([shared[:4], shared[:4]], [2] * len(executable.program.scalars))
+
+
+def test_out_of_memory_names_the_op_and_the_step() -> None:
+    x = torch.ones(1).to("lazy")
+    with config.override(tier="native", check_native="off"):
+        huge = x.expand(1 << 46).clone()
+        with pytest.raises(lazystep.StepError, match=r"step \d+ \(native\) failed in aten\.clone"):
+            huge.sum().item()
+        del huge
+        with contextlib.suppress(lazystep.StepError):
+            lazystep.mark_step(wait=True)
+        # A smaller step works.
+        assert x.expand(4).clone().sum().item() == 4
+
+
+def test_interrupt_while_waiting_for_a_build_leaves_everything_usable() -> None:
+    lazy = X.to("lazy")
+    for _ in range(3):
+        result = square_sum(lazy)
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    timer = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        lazystep.wait_for_compile(300)
+    timer.join()
+    assert result.cpu().tolist() == square_sum(X).tolist()
+    run_square_sum()
+    assert count("builds_started") == 1
+    assert count("native_executions") >= 1
+
+
+def test_number_of_libraries_is_bounded() -> None:
+    lazy = X.to("lazy")
+    with config.override(max_libraries=runtime.tiers.num_loaded + 1):
+        repeat(lambda: lazy * 2)
+        repeat(lambda: lazy.sin())
+    assert count("libraries_loaded") == 1
+    assert count("programs_on_reference:too_many_libraries") == 1
+
+
+def test_storm_of_programs_is_reported_once() -> None:
+    lazy = torch.ones(200).to("lazy")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in range(1, 120):
+            result = lazy[:size] * 2
+            lazystep.mark_step()
+        lazystep.mark_step()
+    messages = [str(w.message) for w in caught if issubclass(w.category, lazystep.LazyStepWarning)]
+    assert len(messages) == 1
+    assert "aten.slice" in messages[0]
+    assert "test_running.py" in messages[0]
+    assert result.cpu().shape == (119,)
+    assert count("builds_requested") == 0
+
+
+def test_tiered_executable_forgotten_while_building_is_not_loaded() -> None:
+    lazy = X.to("lazy")
+    for _ in range(2):
+        result = square_sum(lazy)
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    assert isinstance(runtime.history._programs[-1], TieredExecutable)
+    runtime.programs.clear()
+    runtime.history._programs.clear()
+    runtime.last_program = None
+    del result
+    assert lazystep.wait_for_compile(300)
+    assert count("builds_succeeded") == 1
