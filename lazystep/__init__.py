@@ -45,9 +45,10 @@ from .barrier import (
     wait_device_ops,
     wait_for_compile,
 )
-from .capture.step import CaptureError, Step, step
+from .capture.step import Step, step
 from .debug import profile
 from .errors import (
+    CaptureError,
     ClosureError,
     ConfigError,
     DeviceMismatchError,

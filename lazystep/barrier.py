@@ -22,10 +22,10 @@ from .compile.programs import ProgramCache, Variant
 from .config import settings
 from .errors import LazyStepError, StepError
 from .execute.executor import Executor, report_dropped
-from .execute.openmp import release_pool
 from .execute.run import Cell, Run, list_of_scalars
 from .history import History
 from .notices import give_notices, print_notices
+from .openmp import release_pool
 from .program.program import Program
 from .record import device
 from .record.assemble import assemble

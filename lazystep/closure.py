@@ -28,6 +28,7 @@ from typing import Any
 from . import metrics, timeline
 from .config import settings
 from .errors import ClosureError, LazyStepError, QueueFullError, WaitTimeoutError
+from .openmp import set_num_threads
 
 Closure = Callable[[], Any]
 
@@ -237,6 +238,8 @@ class AsyncClosureHandler(ClosureHandler):
 
     def _work(self) -> None:
         try:
+            # What a report computes must not slow the steps down that run beside it.
+            set_num_threads(1)
             while True:
                 with self._condition:
                     while not self._queue and not self._is_closed:

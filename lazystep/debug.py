@@ -38,7 +38,9 @@ def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
 def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
     """The pending program of these tensors, as `"text"` or as a `"dot"` graph. Runs nothing.
 
-    print(lazystep.debug.dump_ir([loss]))
+    For example:
+
+        print(lazystep.debug.dump_ir([loss]))
     """
     if format == "text":
         return str(pending_program(tensors))
@@ -50,7 +52,9 @@ def dump_ir(tensors: Sequence[torch.Tensor], format: str = "text") -> str:
 def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
     """The pending program of these tensors as a graph in the dot language. Runs nothing.
 
-    Path("loss.dot").write_text(lazystep.debug.render_ir_graph([loss]))     # then: dot -Tsvg loss.dot
+    For example:
+
+        Path("loss.dot").write_text(lazystep.debug.render_ir_graph([loss]))     # then: dot -Tsvg loss.dot
     """
     return dump_ir(tensors, "dot")
 
@@ -58,8 +62,10 @@ def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
 def last_program() -> Program | None:
     """The program of the step that was queued last; None before the first one. Does not wait for it.
 
-    lazystep.mark_step()
-    print(lazystep.debug.last_program())
+    For example:
+
+        lazystep.mark_step()
+        print(lazystep.debug.last_program())
     """
     return runtime.last_program
 

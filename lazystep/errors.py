@@ -10,10 +10,12 @@ from __future__ import annotations
 class LazyStepError(RuntimeError):
     """The root of all errors below.
 
-    try:
-        lazystep.mark_step()
-    except lazystep.LazyStepError as error:
-        print(error)        # what happened, which op, which line, and what to do
+    For example:
+
+        try:
+            lazystep.mark_step()
+        except lazystep.LazyStepError as error:
+            print(error)        # what happened, which op, which line, and what to do
     """
 
 
@@ -38,8 +40,10 @@ class UnsupportedError(LazyStepError):
 class DeviceMismatchError(LazyStepError):
     """Tensors of the lazy device and of another one met in an op that does not mix them.
 
-    lazy_weight + torch.ones(3)                 # raises, at this line
-    lazy_weight + torch.ones(3).to("lazy")      # the way out
+    For example:
+
+        lazy_weight + torch.ones(3)                 # raises, at this line
+        lazy_weight + torch.ones(3).to("lazy")      # the way out
     """
 
 
@@ -52,6 +56,17 @@ class StepError(LazyStepError):
         row = table[torch.tensor([5]).to("lazy")]   # recorded: whether 5 is a row is not known yet
         lazystep.mark_step(wait=True)               # raises: step 1 failed in aten.index.Tensor, ...
         model.load_state_dict(checkpoint)           # overwrites what was half updated
+    """
+
+
+class CaptureError(LazyStepError):
+    """A step with `fullgraph=True` can't be replayed. The message says why and what to do.
+
+    The call itself has been recorded and is right; without `fullgraph` this is a warning.
+
+        @lazystep.step(fullgraph=True)
+        def train_step(x):
+            return model(x).sum().item()        # waits for a value: return the tensor
     """
 
 
@@ -84,8 +99,10 @@ class WaitTimeoutError(LazyStepError, TimeoutError):
 class ForkError(LazyStepError):
     """A lazy tensor was used in a forked child, which has no executor thread.
 
-    DataLoader(cpu_dataset, num_workers=2)      # workers get and return CPU tensors
-    batch.to("lazy")                            # in the parent
+    For example:
+
+        DataLoader(cpu_dataset, num_workers=2)      # workers get and return CPU tensors
+        batch.to("lazy")                            # in the parent
     """
 
 

@@ -39,7 +39,9 @@ _sync_lines: Counter[tuple[str, str]] = Counter()
 def count(name: str, amount: int = 1) -> None:
     """Add to a counter; one of your own, too. Takes a lock, so once a step, not once an op.
 
-    lazystep.metrics.count("batches_skipped")
+    For example:
+
+        lazystep.metrics.count("batches_skipped")
     """
     with _lock:
         _counts[name] += amount
@@ -48,7 +50,9 @@ def count(name: str, amount: int = 1) -> None:
 def add_seconds(name: str, seconds: float) -> None:
     """Add to a time, in seconds: its counter is called `seconds_<name>`.
 
-    lazystep.metrics.add_seconds("loading", time.perf_counter() - start)
+    For example:
+
+        lazystep.metrics.add_seconds("loading", time.perf_counter() - start)
     """
     with _lock:
         _seconds["seconds_" + name] += seconds  # type: ignore[assignment]
@@ -72,8 +76,10 @@ def count_synchronization(reason: str, line: str) -> None:
 def counter_names() -> list[str]:
     """The names of all counters that are not zero, sorted.
 
-    for name in lazystep.metrics.counter_names():
-        print(name, lazystep.metrics.counter_value(name))
+    For example:
+
+        for name in lazystep.metrics.counter_names():
+            print(name, lazystep.metrics.counter_value(name))
     """
     with _lock:
         return sorted([*_counts, *_seconds])
@@ -82,8 +88,10 @@ def counter_names() -> list[str]:
 def counter_value(name: str) -> int | float:
     """The value of a counter; 0 for one that has not counted anything yet.
 
-    lazystep.wait_device_ops()      # for a count that includes every queued step
-    assert lazystep.metrics.counter_value("synchronizations") == 0
+    For example:
+
+        lazystep.wait_device_ops()      # for a count that includes every queued step
+        assert lazystep.metrics.counter_value("synchronizations") == 0
     """
     with _lock:
         return _seconds[name] if name in _seconds else _counts[name]
@@ -92,8 +100,10 @@ def counter_value(name: str) -> int | float:
 def synchronizations() -> list[tuple[str, str, int]]:
     """Where the training thread waited: (reason, `file:line`, how often), most frequent first.
 
-    for reason, line, count in lazystep.metrics.synchronizations():
-        print(f"{count} x {reason} at {line}")
+    For example:
+
+        for reason, line, count in lazystep.metrics.synchronizations():
+            print(f"{count} x {reason} at {line}")
     """
     with _lock:
         return [(reason, line, n) for (reason, line), n in _sync_lines.most_common()]
@@ -102,7 +112,9 @@ def synchronizations() -> list[tuple[str, str, int]]:
 def reset() -> None:
     """Set every counter to zero, and forget the lines that waited.
 
-    lazystep.metrics.reset()        # after warm-up, before what is measured
+    For example:
+
+        lazystep.metrics.reset()        # after warm-up, before what is measured
     """
     with _lock:
         _counts.clear()
@@ -113,7 +125,9 @@ def reset() -> None:
 def report() -> str:
     """All counters and the lines that synchronized, as text.
 
-    print(lazystep.metrics.report())
+    For example:
+
+        print(lazystep.metrics.report())
     """
     with _lock:
         rows = [f"{name:<44} {value}" for name, value in sorted(_counts.items())]

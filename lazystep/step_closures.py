@@ -204,7 +204,9 @@ def check_device(device: Any) -> None:
 def get_device_context(device: Any = None) -> DeviceContext:
     """The context of a device; of the lazy device if none is named. Does not synchronize.
 
-    lazystep.get_device_context().step      # barriers crossed so far
+    For example:
+
+        lazystep.get_device_context().step      # barriers crossed so far
     """
     check_device(device)
     return _contexts["lazy:0"]

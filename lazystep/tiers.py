@@ -30,10 +30,10 @@ from .execute.compare import Results, describe, differences, perturb
 from .execute.library import load
 from .execute.memory import keep_freed_memory
 from .execute.native import NativeExecutable, UnfitError
-from .execute.openmp import sleeping_barriers
 from .execute.reference import ReferenceExecutable
 from .execute.thread_choice import ThreadChoice
 from .notices import notice
+from .openmp import sleeping_barriers
 from .program.program import Program
 from .program.signature import NotCallableError, Signature, signature_of
 

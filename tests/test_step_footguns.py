@@ -5,10 +5,12 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import lazystep
 
@@ -306,6 +308,110 @@ def test_value_that_is_rebound_in_each_step_goes_on() -> None:
     assert model.advance.num_replayed >= NUM_CALLS - 3
     model.hidden = torch.zeros(2).to("lazy")  # a reset between two calls
     assert model.advance(torch.ones(2)).item() == 2.0
+
+
+class HiddenState(NamedTuple):
+    hidden: torch.Tensor
+    cell: torch.Tensor
+    inner: tuple[torch.Tensor, int]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "named tuple"])
+def test_state_in_a_tuple_goes_on(kind: str) -> None:
+    class Reader(nn.Module):
+        state: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, (hidden, cell) = self.lstm(x, tuple(self.state[:2]))
+            hidden, cell = hidden.detach(), cell.detach()
+            if kind == "tuple":
+                self.state = (hidden, cell)
+            else:
+                self.state = HiddenState(hidden, cell, (self.state.inner[0] + 1, 3))
+            return y.sum()
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Reader().to(device)
+        zeros = torch.zeros(1, 2, 4).to(device)
+        model.state = (zeros, zeros)
+        if kind == "named tuple":
+            model.state = HiddenState(zeros, zeros, (zeros, 3))
+
+        def read(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x)
+            loss.backward()
+            model.zero_grad()
+            return loss
+
+        step = lazystep.step(audit_every=0)(read) if device == "lazy" else read
+        outputs = [step(torch.randn(5, 2, 3).to(device)) for _ in range(NUM_CALLS)]
+        if device == "lazy":
+            assert step.num_replayed >= NUM_CALLS - 3
+        if kind == "named tuple":
+            assert type(model.state) is HiddenState
+            outputs.append(model.state.inner[0])
+        return [value.detach().cpu() for value in [*outputs, *model.state[:2]]]
+
+    for want, got in zip(run("cpu"), run("lazy"), strict=True):
+        assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[(2, 3), (5, 3)], [(2, 3), (2, 3, 4)], [2, 2.5], [1, True], [(1, (2, "a")), (1, (3, "a"))], [1, 1.0]],
+)
+def test_attribute_that_is_no_tensor_is_compared_with_its_type(values: list[Any]) -> None:
+    box = types.SimpleNamespace(value=values[0])
+
+    def scale() -> Any:
+        return sum(leaf for leaf in tree_leaves(box.value) if not isinstance(leaf, str))
+
+    @lazystep.step(audit_every=0)
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale()
+
+    x = torch.arange(3)
+    for value in [*values, *values]:
+        box.value = value
+        want = x * scale()
+        for _ in range(NUM_CALLS):
+            got = scaled(x)
+            assert got.dtype == want.dtype
+            assert got.tolist() == want.tolist()
+    assert scaled.num_replayed >= 4 * (NUM_CALLS - 3)
+
+
+def test_tuple_with_tensors_that_becomes_longer_is_noticed() -> None:
+    box = types.SimpleNamespace(parts=(torch.ones(2).to("lazy"),))
+
+    @lazystep.step(audit_every=0)
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x + sum(part.sum() for part in box.parts)
+
+    for number in range(1, 4):
+        for _ in range(NUM_CALLS):
+            assert total(torch.zeros(1)).item() == 2 * number
+        box.parts = (*box.parts, torch.ones(2).to("lazy"))
+    assert total.num_replayed >= 3 * (NUM_CALLS - 3)
+
+
+def test_result_with_a_graph_is_refused_with_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).to("lazy")
+
+    @lazystep.step
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    with pytest.warns(lazystep.LazyStepWarning, match=r"carries a graph.*torch\.no_grad"):
+        for _ in range(NUM_CALLS):
+            forward(torch.ones(1, 2)).backward()
+    assert model[0].weight.grad is not None
+    assert forward.num_replayed == 0
 
 
 def test_gradients_that_are_kept_accumulate() -> None:

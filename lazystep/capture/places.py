@@ -22,11 +22,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Place(NamedTuple):
-    """A slot of a container: `container[key]`, a closure's cell, or an attribute."""
+    """A slot of a container: `container[key]`, a closure's cell, an attribute, or an element of a tuple.
+
+    The container of an element is the place of its tuple, which is replaced when the element is set.
+    """
 
     container: Any
     key: Any
-    kind: str  # "item", "cell" or "grad"
+    kind: str  # "item", "cell", "grad" or "element"
 
     def get(self) -> Any:
         """What is there now; None if the slot is gone."""
@@ -37,6 +40,10 @@ class Place(NamedTuple):
                 return None
         if self.kind == "grad":
             return self.container.grad
+        if self.kind == "element":
+            elements = self.container.get()
+            is_there = isinstance(elements, tuple) and self.key < len(elements)
+            return elements[self.key] if is_there else None
         try:
             return self.container.cell_contents
         except ValueError:
@@ -48,6 +55,11 @@ class Place(NamedTuple):
             self.container[self.key] = value
         elif self.kind == "grad":
             self.container.grad = value
+        elif self.kind == "element":
+            old = self.container.get()
+            elements = [*old[: self.key], value, *old[self.key + 1 :]]
+            is_named = hasattr(old, "_fields")
+            self.container.set(type(old)(*elements) if is_named else type(old)(elements))
         else:
             self.container.cell_contents = value
 
@@ -62,6 +74,7 @@ class Reach:
         self._closures = closures
         self.tensors: list[Place] = []
         self.simple: list[Place] = []
+        self.tuples: list[Place] = []  # those that hold tensors or objects: what they consist of
         self.sizes: list[Any] = []  # lists, dicts and sets: whether they grow
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -97,8 +110,12 @@ class Reach:
         value = place.get()
         if isinstance(value, torch.Tensor) or value is None:
             self.tensors.append(place)
-        if isinstance(value, _SIMPLE):
+        if _is_simple(value):
             self.simple.append(place)
+        elif isinstance(value, tuple):
+            self.tuples.append(place)
+            for number in range(len(value)):
+                self._slot(Place(place, number, "element"))
         else:
             self._walk(value)
 
@@ -123,6 +140,8 @@ class Reach:
             self.sizes.append(value)
             self._items(value)
         elif isinstance(value, (tuple, set, frozenset)):
+            if isinstance(value, set):
+                self.sizes.append(value)
             for element in value:
                 self._walk(element)
         elif _is_users(value):
@@ -162,6 +181,13 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether a value is known by comparison, and nothing in it can change."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_simple, value))
+    return isinstance(value, _SIMPLE)
 
 
 def _is_users(value: Any) -> bool:

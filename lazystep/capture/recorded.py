@@ -295,7 +295,13 @@ class RecordedCall:
             elif handle is not None:
                 value = self.program.variant.outputs[position]
                 maker = self.program.variant.executable.program.maker_of(value)
-                self._refuse(f"the result of {maker} is kept where a replay can't put a new one")
+                has_graph = any(isinstance(r, torch.Tensor) and r.requires_grad for r in self.result_leaves)
+                self._refuse(
+                    f"what it returns carries a graph, which holds the result of {maker}: call backward "
+                    "inside, or compute it under torch.no_grad()"
+                    if has_graph
+                    else f"the result of {maker} is kept where a replay can't put a new one"
+                )
 
     def drop_tensors(self) -> None:
         """Let go of everything that a later call does not have to be compared with."""
@@ -325,6 +331,8 @@ class Guards:
         self._dicts = [f[name] for f in fields for name in ("_modules", "_parameters") if f[name]]
         self._hooks = reach.hook_dicts()
         self._simple = self._read_simple()
+        self._types = list(map(type, self._simple))
+        self._tuples = self._read_tuples()
         self._sizes = list(map(len, reach.sizes))
         self._objects = self._read_objects()
         self._flags = self._read_flags()
@@ -333,6 +341,10 @@ class Guards:
 
     def _read_simple(self) -> list[Any]:
         return [container[key] for container, key in self._slots] + [place.get() for place in self._cells]
+
+    def _read_tuples(self) -> list[Any]:
+        tuples = [place.get() for place in self._reach.tuples]
+        return [(type(value), len(value) if isinstance(value, tuple) else 0) for value in tuples]
 
     def _read_objects(self) -> list[Any]:
         """Children, parameters and optimizer state: compared by identity."""
@@ -368,14 +380,20 @@ class Guards:
         try:
             return (
                 _are_same(self._read_objects(), self._objects)
-                and self._read_simple() == self._simple
+                and self._hold_simple()
                 and self._read_flags() == self._flags
                 and self._read_groups() == self._groups
                 and list(map(len, self._reach.sizes)) == self._sizes
+                and self._read_tuples() == self._tuples
                 and (not self._host or self._read_versions() == self._versions)
             )
         except (KeyError, IndexError):
             return False
+
+    def _hold_simple(self) -> bool:
+        now = self._read_simple()
+        # 1 and 1.0 are equal, but not to an op. Most often they are the very same objects.
+        return _are_same(now, self._simple) or (now == self._simple and list(map(type, now)) == self._types)
 
     def difference(self, other: Guards) -> str:
         """What was different when another call began; empty if nothing was."""
@@ -385,6 +403,8 @@ class Guards:
         for name, mine, others in zip(names, self._simple, other._simple, strict=True):
             if type(mine) is not type(others) or mine != others:
                 return f"{name!r}, from {others!r} to {mine!r},"
+        if self._tuples != other._tuples:
+            return "what a tuple consists of"
         if not _are_same(self._objects, other._objects):
             return "its modules, parameters or optimizer state"
         if self._flags != other._flags:

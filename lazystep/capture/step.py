@@ -15,7 +15,7 @@ import torch
 
 from .. import metrics
 from ..barrier import runtime
-from ..errors import LazyStepError
+from ..errors import CaptureError
 from ..notices import LazyStepWarning, give_notices
 from ..program.difference import first_difference
 from ..step_closures import DeviceContext, get_device_context
@@ -34,17 +34,6 @@ _MAX_KINDS = 16
 
 # What became of all steps of the process, also of those that are gone: for the report of a run.
 reasons: deque[str] = deque(maxlen=64)
-
-
-class CaptureError(LazyStepError):
-    """A step with `fullgraph=True` can't be replayed. The message says why and what to do.
-
-    The call itself has been recorded and is right; without `fullgraph` this is a warning.
-
-        @lazystep.step(fullgraph=True)
-        def train_step(x):
-            return model(x).sum().item()        # waits for a value: return the tensor
-    """
 
 
 class _Captures:
@@ -270,7 +259,7 @@ class Step(Generic[P, R]):
         num_captures = sum(len(c.replays) for c in self._captures.values())
         rows = [
             f"{name}: recorded {self.num_recorded} times, replayed {self.num_replayed} times, "
-            f"{num_captures} captures"
+            f"{num_captures} capture{'' if num_captures == 1 else 's'}"
         ]
         rows += [f"  {reason}" for reason in self._reasons.values()]
         for _, bound in self._bound.values():

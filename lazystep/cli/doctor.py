@@ -22,8 +22,8 @@ from ..barrier import mark_step, runtime, wait_for_compile
 from ..compile.cache import CacheError, LibraryCache, cache_directory
 from ..compile.key import NoCompilerError, environment, find_compiler
 from ..execute.library import find_problem as find_problem_of_runner
-from ..execute.openmp import can_release
 from ..history import describe
+from ..openmp import can_release
 from ..record.native import find_problem as find_problem_of_recorder
 from ..runs.facts import changed_settings
 

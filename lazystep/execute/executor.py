@@ -16,7 +16,7 @@ import torch
 from .. import metrics, timeline
 from ..config import settings
 from ..errors import LazyStepError, WaitTimeoutError
-from .openmp import release_pool
+from ..openmp import release_pool
 from .run import Run
 
 

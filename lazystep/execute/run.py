@@ -13,8 +13,8 @@ import torch
 from .. import timeline
 from ..config import settings
 from ..errors import LazyStepError, StepError, WaitTimeoutError
+from ..openmp import release_pool
 from .executable import Executable, InstructionError
-from .openmp import release_pool
 
 
 class Cell(Protocol):

@@ -176,7 +176,9 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
 class OptimInBackwardHookState:
     """The state of `apply_optim_in_backward_hook`: an optimizer, and the ranks to average over.
 
-    state = OptimInBackwardHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    For example:
+
+        state = OptimInBackwardHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
     """
 
     optimizer: Optimizer

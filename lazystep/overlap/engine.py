@@ -62,7 +62,9 @@ class Attached:
 class Statistics:
     """What overlap did so far. `parameters_left`: of the model, updated by `optimizer.step()` instead.
 
-    print(handle.statistics.parameters_updated, handle.statistics.seconds_waiting)
+    For example:
+
+        print(handle.statistics.parameters_updated, handle.statistics.seconds_waiting)
     """
 
     backwards: int = 0

@@ -26,9 +26,11 @@ from .partial_step import check_steppable
 class InBackwardHandle:
     """What `optimizer_in_backward` returns: counts the updates, and ends them.
 
-    handle = optimizer_in_backward(model, optimizer)
-    print(handle.num_updated)
-    handle.remove()
+    For example:
+
+        handle = optimizer_in_backward(model, optimizer)
+        print(handle.num_updated)
+        handle.remove()
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, gather_bytes: int) -> None:

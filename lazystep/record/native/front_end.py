@@ -15,9 +15,9 @@ import torch
 
 from ... import metrics
 from ...config import settings, watch
+from ...openmp import thread_setter_address
 from ..decide import Action, Decision
 from ..handle import Handle, use_classes
-from ..host import thread_setter_address
 from ..python import dispatch as python_front_end
 from ..python.tensor import use_native
 from ..recorder import Draw, RecorderBase

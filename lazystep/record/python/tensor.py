@@ -295,7 +295,9 @@ _ids = itertools.count(1)
 def get_tensor_id(tensor: torch.Tensor) -> int:
     """A number that no other tensor has, stable for the tensor's life. Does not synchronize.
 
-    seen[lazystep.get_tensor_id(weight)] = name
+    For example:
+
+        seen[lazystep.get_tensor_id(weight)] = name
     """
     if not is_lazy(tensor):
         raise ValueError(f"expected a tensor on the lazy device, got one on {tensor.device}")
