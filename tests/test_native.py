@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 import lazystep
 from lazystep import config, debug, metrics, tiers
 from lazystep.barrier import runtime
+from lazystep.compile import builder, key
 from lazystep.compile.cache import LibraryCache, cache_directory
 from lazystep.execute.library import Call, find_problem, load
 
@@ -146,12 +149,12 @@ def test_learning_rate_is_an_input_in_every_form_of_an_optimizer(kind: str, opti
     torch.testing.assert_close(got, run("cpu"), rtol=0, atol=1e-5)
 
 
-SECOND_PROCESS = """
+PROCESS = """
 import json, sys
 sys.path.insert(0, {tests!r})
 import lazystep
 from test_native import train
-losses, _, _ = train("lazy", 8)
+losses, _, _ = train("lazy", 8, at=lambda n: lazystep.wait_for_compile() if n == 5 else None)
 lazystep.wait_device_ops()
 names = ("native_executions", "reference_executions", "builds_requested", "disk_hits", "builder_starts")
 print(json.dumps([losses, {{n: lazystep.metrics.counter_value(n) for n in names}}]))
@@ -159,21 +162,26 @@ print(json.dumps([losses, {{n: lazystep.metrics.counter_value(n) for n in names}
 
 
 def test_second_process_starts_natively_at_the_first_step() -> None:
-    losses, _, _ = train("lazy", 8, at=lambda n: lazystep.wait_for_compile() if n == 5 else None)
-    assert count("native_executions") >= 2
-    script = SECOND_PROCESS.format(tests=str(Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**_environ(), "LAZYSTEP_TIER": "auto"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    again, counts = json.loads(done.stdout.splitlines()[-1])
+    def run() -> tuple[list[float], dict[str, int]]:
+        script = PROCESS.format(tests=str(Path(__file__).parent))
+        environ = {**_environ(), "LAZYSTEP_TIER": "auto", "LAZYSTEP_BUILD_AFTER": "2"}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        losses, counts = json.loads(done.stdout.splitlines()[-1])
+        return losses, counts
+
+    losses, counts = run()
+    assert counts["native_executions"] >= 1
+    again, counts = run()
     # The first step makes the optimizer's state and was never built; every other step is native.
-    assert counts["native_executions"] == 7
+    assert counts["native_executions"] == 7, counts
     assert counts["builds_requested"] == 0
     assert counts["builder_starts"] == 0
     torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=1e-5, atol=0)
@@ -211,7 +219,7 @@ def test_fixed_scalar_that_changes_runs_on_the_reference() -> None:
     assert count("native_executions") == native
 
 
-def test_views_overlaps_and_updates_in_place() -> None:
+def check_views_overlaps_and_updates_in_place() -> None:
     """Inputs that share memory, updates through views, outputs that are views of inputs and each other."""
 
     def step(base: torch.Tensor, window: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
@@ -238,8 +246,33 @@ def test_views_overlaps_and_updates_in_place() -> None:
         got[1].zero_()
         want[1].zero_()
         assert_close([got[0].cpu()], [want[0]])
-    assert count("native_executions") >= 2
-    assert count("native_mismatches") == 0
+    lazystep.mark_step()
+
+
+def test_views_overlaps_and_updates_in_place() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazystep.LazyStepWarning)
+        check_views_overlaps_and_updates_in_place()
+    # Without vectors the library is wrong, see below; whether Inductor uses them it finds out by a trial.
+    assert count("native_executions") >= 2 or count("native_mismatches") == 1
+
+
+def test_library_that_overwrites_what_it_has_yet_to_read_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Inductor's scalar code for overlapping views of one input reads elements that it has written already."""
+
+    def without_vectors(num_threads: int) -> dict[str, Any]:
+        return {**key.inductor_options(num_threads), "cpp.simdlen": 1}
+
+    monkeypatch.setattr(builder, "inductor_options", without_vectors)
+    with (
+        config.override(cache_dir=str(tmp_path / "cache")),
+        pytest.warns(lazystep.LazyStepWarning, match="disagrees with the reference"),
+    ):
+        check_views_overlaps_and_updates_in_place()
+    assert count("native_mismatches") == 1
+    assert count("native_executions") == 0
 
 
 def test_types_of_results_stay_eagers() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 # Changes whenever the same key would stand for another library.
-FORMAT = 1
+FORMAT = 2
 
 
 class NoCompilerError(Exception):
