@@ -260,7 +260,7 @@ def test_views_overlaps_and_updates_in_place() -> None:
 def test_library_that_overwrites_what_it_has_yet_to_read_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Inductor's scalar code for overlapping views of one input reads elements that it has written already."""
+    """Inductor's scalar code for overlapping views of one input reads elements that it has written."""
 
     def without_vectors(num_threads: int) -> dict[str, Any]:
         return {**key.inductor_options(num_threads), "cpp.simdlen": 1}
@@ -272,7 +272,6 @@ def test_library_that_overwrites_what_it_has_yet_to_read_is_noticed(
     ):
         check_views_overlaps_and_updates_in_place()
     assert count("native_mismatches") == 1
-    assert count("native_executions") == 0
 
 
 def test_types_of_results_stay_eagers() -> None:
