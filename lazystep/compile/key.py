@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 # Changes whenever the same key would stand for another library.
-FORMAT = 2
+FORMAT = 3
 
 
 class NoCompilerError(Exception):

@@ -57,9 +57,11 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
 
     from ..program.serialize import from_json
     from ..program.signature import signature_of
+    from .inductor import mend_scheduler
     from .lower import lower
     from .scalars import fixed_slots
 
+    mend_scheduler()
     torch.set_num_threads(request["num_threads"])
     program = from_json(request["program"])
     fixed = {int(slot): _number(text) for slot, text in request["fixed"].items()}

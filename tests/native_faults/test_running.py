@@ -49,6 +49,41 @@ def test_library_that_disagrees_is_never_used() -> None:
     assert "disagreed with the reference" in lazystep.debug.explain()
 
 
+def test_library_that_is_wrong_about_shared_memory_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How sensitive a step is to its inputs is measured on inputs that share memory as the real ones do."""
+    load = tiers_module.load
+
+    def load_wrong(path: Path) -> Any:
+        call = load(path)
+
+        def run(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+            results = call(flat)
+            flat[0][4] += 0.1  # one element of the memory that both tensors look at
+            return results
+
+        return run
+
+    monkeypatch.setattr(tiers_module, "load", load_wrong)
+
+    def step(base: torch.Tensor, window: torch.Tensor) -> None:
+        base.mul_(1.05)
+        window.add_(base[1:5].sin(), alpha=0.25)
+
+    eager, lazy = torch.arange(8.0), torch.arange(8.0).to("lazy")
+    views = eager[2:6], lazy[2:6]
+    with pytest.warns(lazystep.LazyStepWarning, match="disagrees with the reference"):
+        for number in range(6):
+            step(eager, views[0])
+            step(lazy, views[1])
+            lazystep.mark_step()
+            if number == 3:
+                assert lazystep.wait_for_compile(300)
+        lazystep.wait_device_ops()
+        lazystep.mark_step()  # barriers warn
+    assert torch.equal(lazy.cpu(), eager)
+    assert count("native_mismatches") == 1
+
+
 def test_library_that_fails_at_its_first_run_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(flat: list[torch.Tensor]) -> list[torch.Tensor]:
         raise RuntimeError("a kernel is missing")
