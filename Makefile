@@ -18,7 +18,7 @@ test: $(STAMP)
 test-python: $(STAMP)
 	LAZYSTEP_RECORDER=python $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Rebuild the native recorder in place, after a change in lazystep/record/native/src.
+# Rebuild the extensions in place, after a change in C++.
 native: $(STAMP)
 	$(BIN)/python setup.py build_ext --inplace
 

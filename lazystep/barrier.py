@@ -137,6 +137,11 @@ class Runtime:
         self.programs.add(cut.known, variant, settings.program_cache_size)
         return variant
 
+    def remembered_programs(self) -> list[TieredExecutable]:
+        """The programs of the process, in the order in which they appeared; the last ones, of many."""
+        with self.recorder.lock:
+            return self.history.programs()
+
     def layout_of(self, variant: Variant[TieredExecutable]) -> Layout:
         """The memory of a known program, for `replay`."""
         program = variant.executable.program

@@ -77,9 +77,7 @@ def explain() -> str:
 
     Does not synchronize: counts include what has run so far.
     """
-    with runtime.recorder.lock:
-        programs = runtime.history.programs()
-    rows = [history.explain(programs)]
+    rows = [history.explain(runtime.remembered_programs())]
     lines = metrics.synchronizations()
     if lines:
         rows.append("lines that wait for values:")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -16,19 +17,35 @@ class ExtensionError(Exception):
         self.is_missing = is_missing
 
 
-def load_extension(name: str, what: str) -> ModuleType:
-    """Import an extension of this package by its full name. Raises `ExtensionError`.
+class Extension(NamedTuple):
+    """Where an extension is, and what it is called in messages."""
 
-    `what` it is called in messages, such as "native recorder".
-    """
-    try:
-        extension = importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise ExtensionError(f"lazystep was installed without its {what}", True) from None
-    except ImportError as error:
-        problem = f"lazystep's {what} can't be loaded by torch {torch.__version__} ({error})"
-        raise ExtensionError(problem, False) from None
-    built, here = extension.torch_version, torch.__version__.partition("+")[0]
-    if built != here:
-        raise ExtensionError(f"lazystep's {what} was built for torch {built}, this is torch {here}", False)
-    return extension
+    module: str
+    name: str
+
+    def load(self) -> ModuleType:
+        """Import it. Raises `ExtensionError`."""
+        try:
+            extension = importlib.import_module(self.module)
+        except ModuleNotFoundError:
+            raise ExtensionError(f"lazystep was installed without its {self.name}", True) from None
+        except ImportError as error:
+            problem = f"lazystep's {self.name} can't be loaded by torch {torch.__version__} ({error})"
+            raise ExtensionError(problem, False) from None
+        built, here = extension.torch_version, torch.__version__.partition("+")[0]
+        if built != here:
+            problem = f"lazystep's {self.name} was built for torch {built}, this is torch {here}"
+            raise ExtensionError(problem, False)
+        return extension
+
+    def find_problem(self) -> str:
+        """Why it can't be used; empty if it can."""
+        try:
+            self.load()
+        except ExtensionError as error:
+            return str(error)
+        return ""
+
+
+RECORDER = Extension("lazystep.record.native._recorder", "native recorder")
+RUNNER = Extension("lazystep.execute._library", "native runner")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,13 +14,6 @@ import lazystep
 
 TEMPERATURE = 1.0
 NUM_CALLS = 7
-
-
-@pytest.fixture(autouse=True)
-def no_warnings_but_these() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lazystep.LazyStepWarning)
-        yield
 
 
 def test_list_of_tensors_is_not_frozen() -> None:

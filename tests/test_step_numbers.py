@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,13 +14,6 @@ from torch import nn
 import lazystep
 
 NUM_CALLS = 7
-
-
-@pytest.fixture(autouse=True)
-def no_warnings_but_these() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lazystep.LazyStepWarning)
-        yield
 
 
 def test_number_argument_is_not_frozen() -> None:

@@ -139,7 +139,7 @@ class Reach:
         elif isinstance(value, (dict, list)):
             self.sizes.append(value)
             self._items(value)
-        elif isinstance(value, (tuple, set, frozenset)):
+        elif isinstance(value, (tuple, frozenset, set)):
             if isinstance(value, set):
                 self.sizes.append(value)
             for element in value:

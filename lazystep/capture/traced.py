@@ -46,7 +46,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 }
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "fabs")
 SOURCES = ("argument", "group", "state")
-_MAX_TAGS = 8
+_MAX_TAGS = 8  # tries to find one that is unlike all others
 
 
 class Trace:
@@ -225,7 +225,7 @@ def _install() -> None:
         setattr(Traced, f"__r{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, b, a))
     for symbol, name in {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}.items():
         setattr(Traced, f"__{name}__", lambda a, b, s=symbol: _compare(s, a, b))
-    # Steps have jumps there, which no expression of ours has: rounding, remainders, a number's digits.
+    # Functions with jumps, which no expression of ours has: rounding, remainders, a number's digits.
     for name in ("round", "floor", "ceil", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"):
         setattr(Traced, f"__{name}__", _on_pinned(getattr(float, f"__{name}__")))
     for name in ("hex", "is_integer", "as_integer_ratio"):

@@ -21,10 +21,9 @@ from .._version import __version__
 from ..barrier import mark_step, runtime, wait_for_compile
 from ..compile.cache import CacheError, LibraryCache, cache_directory
 from ..compile.key import NoCompilerError, environment, find_compiler
-from ..execute.library import find_problem as find_problem_of_runner
+from ..extensions import RECORDER, RUNNER
 from ..history import describe
 from ..openmp import can_release
-from ..record.native import find_problem as find_problem_of_recorder
 from ..runs.facts import changed_settings
 
 _MIN_FREE = 500_000_000  # a build's own files, and room for libraries
@@ -143,7 +142,7 @@ def _threads() -> Iterator[Finding]:
 
 
 def _recorder() -> Iterator[Finding]:
-    problem = find_problem_of_recorder()
+    problem = RECORDER.find_problem()
     if problem:
         kind = "problem" if config.settings.recorder == "native" else "note"
         yield Finding(kind, f"native recorder: {problem}; the Python one records more slowly")
@@ -154,7 +153,7 @@ def _recorder() -> Iterator[Finding]:
 
 
 def _runner() -> Iterator[Finding]:
-    problem = find_problem_of_runner()
+    problem = RUNNER.find_problem()
     if problem:
         yield Finding("note", f"native runner: {problem}; no other Python thread runs beside a native step")
     else:
@@ -187,7 +186,5 @@ def _native_step() -> Iterator[Finding]:
     if metrics.counter_value("native_executions") and weight.tolist() == [1.875] * 8:
         yield Finding("good", "native step: one was built, compared with the reference, and run")
     else:
-        with runtime.recorder.lock:
-            programs = runtime.history.programs()
-        standing = describe(programs)[-1].standing
+        standing = describe(runtime.remembered_programs())[-1].standing
         yield Finding("problem", f"native step: not built, or wrong: it {standing}. Training goes on without")

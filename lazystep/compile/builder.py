@@ -227,6 +227,10 @@ class Builder:
             with timeline.span("build", "build", key=key, instructions=size), self._while_building():
                 answer = self._ask(cache, request, text, directory)
             if "error" in answer:
+                if answer["kind"] in ("compiler", "system"):
+                    # What it has found out meanwhile goes with it: a compiler that failed once is taken for
+                    # one without vectors for as long as the process lives.
+                    self._kill()
                 raise BuildError(answer["kind"], _with_line(answer, request.program))
             manifest = {
                 **environment(),

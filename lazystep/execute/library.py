@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..extensions import ExtensionError, load_extension
+from ..extensions import RUNNER, ExtensionError
 
 # Tensors in, tensors out: what a library is to Python.
 Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -21,19 +21,10 @@ def load(path: Path) -> Call:
     return call
 
 
-def find_problem() -> str:
-    """Why steps hold the interpreter lock while they run; empty if they don't."""
-    try:
-        load_extension("lazystep.execute._library", "native runner")
-    except ExtensionError as error:
-        return str(error)
-    return ""
-
-
 @functools.cache
 def _runner() -> Callable[[str], Any]:
     try:
-        runner: Callable[[str], Any] = load_extension("lazystep.execute._library", "native runner").Library
+        runner: Callable[[str], Any] = RUNNER.load().Library
     except ExtensionError:
         # torch's own binding of the same: right, but nothing else in Python runs beside a step.
         return lambda path: torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)

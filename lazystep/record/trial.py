@@ -64,16 +64,16 @@ _VIEWS = ("view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squ
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var_mean", "_softmax", "_log_softmax")
 _LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero", "_to_copy")
 _LAYERS = (
-    *("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm"),
-    *(
-        "native_layer_norm_backward",
-        "native_batch_norm",
-        "native_batch_norm_backward",
-        "nll_loss_forward",
-        "nll_loss_backward",
-        "mse_loss",
-        "mse_loss_backward",
-    ),
+    "_softmax_backward_data",
+    "_log_softmax_backward_data",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+    "nll_loss_forward",
+    "nll_loss_backward",
+    "mse_loss",
+    "mse_loss_backward",
 )
 _WORK: dict[str, Work] = {
     **dict.fromkeys((*_VIEWS, "split", "expand", "detach"), _nothing),

@@ -25,23 +25,20 @@ FORMAT = 1
 
 def collect() -> dict[str, Any]:
     """The facts so far, of the whole process. Does not synchronize: see `lazystep.wait_device_ops`."""
-    with runtime.recorder.lock:
-        programs = runtime.history.programs()
     return {
         "format": FORMAT,
         "versions": versions(),
         "settings": changed_settings(),
         "counters": {name: metrics.counter_value(name) for name in metrics.counter_names()},
         "synchronizations": [list(row) for row in metrics.synchronizations()],
-        "programs": [program._asdict() for program in describe(programs)],
+        "programs": [program._asdict() for program in describe(runtime.remembered_programs())],
         "steps": list(reasons),
     }
 
 
 def main_program() -> Program | None:
     """The program that did most of the work: the step, where there is one."""
-    with runtime.recorder.lock:
-        programs = runtime.history.programs()
+    programs = runtime.remembered_programs()
     most = max(programs, key=lambda p: p.num_runs * len(p.program.instructions), default=None)
     return runtime.last_program if most is None else most.program
 

@@ -14,6 +14,7 @@ import torch
 
 import lazystep
 from lazystep import config
+from lazystep.barrier import runtime
 from lazystep.compile import builder as builder_module
 from lazystep.compile import key
 
@@ -21,15 +22,20 @@ from .common import X, cache, count, repeat, run_square_sum, square_sum
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    def use(path: str) -> None:
-        monkeypatch.setenv("CXX", path)
+def compiler() -> Iterator[Callable[[str], None]]:
+    def forget() -> None:
         key.find_compiler.cache_clear()
         key.environment.cache_clear()
 
-    yield use
-    key.find_compiler.cache_clear()
-    key.environment.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def use(path: str) -> None:
+            patch.setenv("CXX", path)
+            forget()
+
+        yield use
+        lazystep.wait_for_compile(300)  # with the compiler that it was asked for with
+    forget()
 
 
 def test_no_compiler_is_one_warning(compiler: Callable[[str], None]) -> None:
@@ -59,6 +65,8 @@ def test_failing_compiler_poisons_nothing(compiler: Callable[[str], None], tmp_p
     assert count("builds_requested") == 1
     assert cache().entries() == []
     assert "stays on the reference executable" in lazystep.debug.explain()
+    # Nor is the process used again that has met it: it would take the next one to be as poor.
+    assert runtime.tiers.builder._process is None
 
 
 @pytest.mark.usefixtures("own_builder")

@@ -11,7 +11,7 @@ import warnings
 from types import ModuleType
 
 from ...errors import LazyStepError
-from ...extensions import ExtensionError, load_extension
+from ...extensions import RECORDER, ExtensionError
 from ...notices import LazyStepWarning
 
 # Against the torch that is here, which need not be the one that an isolated build would get.
@@ -29,7 +29,7 @@ def load(choice: str) -> ModuleType | None:
     if choice == "python":
         return None
     try:
-        load_extension(f"{__package__}._recorder", "native recorder")
+        RECORDER.load()
     except ExtensionError as error:
         if choice == "native":
             raise LazyStepError(f"LAZYSTEP_RECORDER=native: {error}. {_REMEDY}") from None
@@ -38,12 +38,3 @@ def load(choice: str) -> ModuleType | None:
             warnings.warn(message, LazyStepWarning, stacklevel=2)
         return None
     return importlib.import_module(".front_end", __package__)
-
-
-def find_problem() -> str:
-    """Why the extension can't be used; empty if it can."""
-    try:
-        load_extension(f"{__package__}._recorder", "native recorder")
-    except ExtensionError as error:
-        return str(error)
-    return ""
