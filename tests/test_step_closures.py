@@ -16,6 +16,7 @@ from test_faults import run_script
 
 import lazystep
 from lazystep import config, metrics
+from lazystep.record import snapshot
 
 
 def count(name: str) -> float:
@@ -353,6 +354,34 @@ def test_training_with_heavy_reporting_is_bitwise_the_same_as_without() -> None:
     assert torch.equal(quiet, reported)
     assert len(norms) == 20
     assert count("programs_executed") <= 21
+
+
+def test_step_waits_for_the_copy_of_what_it_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closure is in the middle of copying its value when the next step is about to write there."""
+    is_copying, next_is_queued = threading.Event(), threading.Event()
+    weight = torch.zeros(2).to("lazy")
+    seen: list[float] = []
+    original = snapshot._copy
+
+    def copy_slowly(tensor: torch.Tensor) -> torch.Tensor:
+        is_copying.set()
+        assert next_is_queued.wait(30)
+        deadline = time.monotonic() + 0.5
+        while tensor.tolist() == [1.0, 1.0] and time.monotonic() < deadline:
+            time.sleep(0.01)  # the step would write meanwhile, if nothing held it up
+        return original(tensor)
+
+    monkeypatch.setattr(snapshot, "_copy", copy_slowly)
+    weight.add_(1)
+    lazystep.add_step_closure(lambda w: seen.append(w.sum().item()), (weight,), run_async=True)
+    lazystep.mark_step()
+    assert is_copying.wait(30)
+    weight.add_(1)
+    lazystep.mark_step()
+    next_is_queued.set()
+    lazystep.flush_step_closures(30)
+    assert seen == [2.0]
+    assert weight.tolist() == [2.0, 2.0]
 
 
 class Steps(RuleBasedStateMachine):

@@ -57,19 +57,23 @@ class Snapshot:
             if self._tensor is None:
                 assert self._handle is not None
                 handle, self._handle = self._handle, None
-                with _registry:
-                    handle.storage.snapshots = [s for s in handle.storage.snapshots if s is not self]
-                if handle.storage.error is not None:
-                    raise handle.storage.error
-                if handle.tensor is None:
-                    raise next(run.error for run in self._runs if run.error is not None)
-                # Counted in this frame: what a call to a Python function holds changes as it gets hot.
-                if type(handle) is Handle:
-                    references = sys.getrefcount(handle), sys.getrefcount(handle.storage)
-                    is_ours_alone = references == _OWN_REFERENCES
-                else:  # a native handle counts in C++ who holds its value
-                    is_ours_alone = sys.getrefcount(handle) == _OWN_REFERENCES[0] and handle.is_alone
-                self._tensor = handle.tensor if is_ours_alone else _copy(handle.tensor)
+                try:
+                    if handle.storage.error is not None:
+                        raise handle.storage.error
+                    if handle.tensor is None:
+                        raise next(run.error for run in self._runs if run.error is not None)
+                    # Counted in this frame: what a call to a Python function holds changes as it gets hot.
+                    if type(handle) is Handle:
+                        references = sys.getrefcount(handle), sys.getrefcount(handle.storage)
+                        is_ours_alone = references == _OWN_REFERENCES
+                    else:  # a native handle counts in C++ who holds its value
+                        is_ours_alone = sys.getrefcount(handle) == _OWN_REFERENCES[0] and handle.is_alone
+                    self._tensor = handle.tensor if is_ours_alone else _copy(handle.tensor)
+                finally:
+                    # Not before the copy is there: a step that is about to write finds the snapshot, and
+                    # waits for its lock.
+                    with _registry:
+                        handle.storage.snapshots = [s for s in handle.storage.snapshots if s is not self]
             return self._tensor
 
 
