@@ -27,6 +27,7 @@ def clean_device() -> Iterator[None]:
     torch.manual_seed(0)
     lazystep.metrics.reset()
     runtime.history = History()
+    runtime.tiers.num_loaded = 0  # the limit is a process's, not a test session's
     yield
     # A test that expects a background failure has to take it: none may leak into the next one.
     lazystep.mark_step(wait=True)
