@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import metrics
+from .config import settings
 from .notices import notice
 from .program.difference import first_difference, nearest
 from .program.program import Program
@@ -115,4 +116,6 @@ def _standing(executable: TieredExecutable) -> str:
         return "on the reference executable while its library is being built"
     if executable.state is State.NATIVE:
         return "native" + (f"; in part on the reference: {executable.reason}" if executable.reason else "")
+    if executable.num_runs >= settings.build_after and not executable.has_looked:
+        return "on the reference executable: the tier was `reference` whenever it ran"
     return "on the reference executable: it has not repeated often enough to be built"

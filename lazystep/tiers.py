@@ -101,6 +101,11 @@ class TieredExecutable:
         metrics.count("native_executions")
         return outputs
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether a run has asked for a library: the tier was not `reference` then."""
+        return bool(self._missed)
+
     # -- choosing ----------------------------------------------------------------------------------
 
     def _choose(self, scalars: Sequence[Any]) -> _Loaded | None:

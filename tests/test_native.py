@@ -325,6 +325,16 @@ def test_program_seen_once_is_never_built_and_shapes_are_right_at_once() -> None
     assert count("builds_requested") == 0
 
 
+def test_program_that_ran_on_the_tier_reference_is_said_to_have() -> None:
+    lazy = torch.ones(3).to("lazy")
+    with config.override(tier="reference"):
+        for _ in range(5):
+            lazy.mul_(2.0)
+            lazystep.mark_step()
+        assert lazy.tolist() == [32.0] * 3
+    assert "the tier was `reference` whenever it ran" in debug.explain()
+
+
 def test_native_tier_waits_for_the_build() -> None:
     x = torch.randn(5, 5)
     with config.override(tier="native", check_native="off"):
