@@ -248,7 +248,7 @@ class TieredExecutable:
             again = self._reference.run(list(moved), scalars)
             return self._labelled(moved, again, written)
 
-        found = differences(expected, actual, perturbed)
+        found = differences(program, expected, actual, perturbed)
         if found:
             metrics.count("native_mismatches")
             detail = describe(program, found)

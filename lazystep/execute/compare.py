@@ -8,6 +8,7 @@ moves when its inputs move in their last bits.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,16 +36,19 @@ class Difference(NamedTuple):
     relative: float
 
 
-def differences(expected: Results, actual: Results, perturbed: Callable[[], Results]) -> list[Difference]:
+def differences(
+    program: Program, expected: Results, actual: Results, perturbed: Callable[[], Results]
+) -> list[Difference]:
     """Where two runs of a program differ by more than rounding explains.
 
     Results are pairs of a value and its tensor, in program order. `perturbed` runs the reference
     again, on inputs that differ in their last bits; it is called only if something differs.
     """
+    tolerances = tolerances_by_storage(program)
     suspects = []
     for number, ((value, a), (_, b)) in enumerate(zip(expected, actual, strict=True)):
         distance = _distance(a, b)
-        if distance > TOLERANCES.get(a.dtype, 0.0):
+        if distance > tolerances[program.values[value].storage]:
             suspects.append((number, Difference(value, distance)))
     if not suspects:
         return []
@@ -54,6 +58,25 @@ def differences(expected: Results, actual: Results, perturbed: Callable[[], Resu
         for number, difference in suspects
         if difference.relative > _CONDITION_FACTOR * _distance(expected[number][1], moved[number][1])
     ]
+
+
+def tolerances_by_storage(program: Program) -> dict[int, float]:
+    """By storage: the tolerance of the coarsest data type that its value was computed in.
+
+    float32 parameters whose update was computed in bfloat16 are no more exact than bfloat16. Integers and
+    bools have none of their own, whatever they were computed from.
+    """
+    found: dict[int, float] = defaultdict(float)
+    for type_, storage in program.values.values():
+        found[storage] = max(found[storage], TOLERANCES.get(type_.dtype, 0.0))
+    is_exact = {storage: tolerance == 0.0 for storage, tolerance in found.items()}
+    for instruction in program.instructions:
+        read = max((found[program.values[v].storage] for v in instruction.reads()), default=0.0)
+        for value in (*instruction.defines(), *instruction.writes):
+            storage = program.values[value].storage
+            if not is_exact[storage]:
+                found[storage] = max(found[storage], read)
+    return found
 
 
 def describe(program: Program, found: Sequence[Difference]) -> str:

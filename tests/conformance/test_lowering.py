@@ -83,7 +83,7 @@ class LoweredExecutable(TieredExecutable):
         for (value, a), (_, b) in zip(expected, actual, strict=True):
             if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
                 self.wrong.append(f"%{value} is {b.dtype} {b.shape} {b.stride()}")
-        found = differences(expected, actual, lambda: expected)
+        found = differences(program, expected, actual, lambda: expected)
         if found:
             self.wrong.append(describe(program, found))
         self.compared.append("")

@@ -17,6 +17,7 @@ from lazystep import config
 from lazystep import tiers as tiers_module
 from lazystep.barrier import runtime
 from lazystep.compile import builder as builder_module
+from lazystep.execute.compare import TOLERANCES, tolerances_by_storage
 from lazystep.execute.native import UnfitError
 from lazystep.tiers import State, TieredExecutable
 
@@ -112,6 +113,29 @@ def test_rounding_that_an_optimizer_blows_up_is_no_disagreement() -> None:
     repeat(step, 6)
     assert count("native_mismatches") == 0
     assert count("native_executions") >= 1
+
+
+def test_float32_computed_in_bfloat16_is_held_to_bfloat16() -> None:
+    weight, other = torch.randn(8, 8).to("lazy"), torch.randn(8).to("lazy")
+
+    def step() -> torch.Tensor:
+        low = weight.bfloat16()
+        weight.sub_((low @ low.t() @ low).float(), alpha=1e-2)
+        other.mul_(1.01)
+        return weight
+
+    repeat(step, 6)
+    assert count("native_mismatches") == 0
+    assert count("native_executions") >= 1
+    program = runtime.history._programs[-1].program
+    tolerances = tolerances_by_storage(program)
+    written = {
+        instruction.op: program.values[instruction.writes[0]].storage
+        for instruction in program.instructions
+        if instruction.writes
+    }
+    assert tolerances[written["aten.sub_.Tensor"]] == TOLERANCES[torch.bfloat16]
+    assert tolerances[written["aten.mul_.Tensor"]] == TOLERANCES[torch.float32]
 
 
 def test_inputs_that_do_not_fit_run_on_the_reference() -> None:
