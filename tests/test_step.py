@@ -221,6 +221,40 @@ def test_error_in_a_replay_surfaces_like_one_of_a_step() -> None:
     assert look_up(torch.tensor([1, 2])).item() == 3.0
 
 
+def test_detached_state_and_arguments_go_to_closures_and_results() -> None:
+    """Another tensor for a value that the step did not make: of a parameter, of an argument."""
+    model = torch.nn.Linear(2, 1, bias=False).to("lazy")
+    torch.nn.init.ones_(model.weight)
+    seen: list[tuple[list[float], list[float]]] = []
+
+    def log(weight: torch.Tensor, x: torch.Tensor) -> None:
+        seen.append((weight.flatten().tolist(), x.flatten().tolist()))
+
+    @lazystep.step(fullgraph=True)
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = model.weight.detach()
+        with torch.no_grad():
+            model.weight.add_(x)
+        lazystep.add_step_closure(log, (model.weight.detach(), x.detach()), run_async=True)
+        return weight, model(x)
+
+    total = torch.ones(1, 2)
+    wanted = []
+    for number in range(6):
+        x = torch.full((1, 2), float(number))
+        weight, _ = step(x)
+        total += x
+        wanted.append((total.flatten().tolist(), x.flatten().tolist()))
+        assert weight.tolist() == total.tolist()
+        assert not weight.requires_grad
+    lazystep.flush_step_closures(30)
+    assert seen == wanted
+    assert step.num_replayed >= 3
+    with torch.no_grad():
+        model.weight.zero_()  # between two calls, in place: a tensor from before sees it, as in eager
+    assert weight.tolist() == [[0.0, 0.0]]
+
+
 def test_closure_errors_and_throttles_work_in_replays() -> None:
     seen: list[float] = []
 

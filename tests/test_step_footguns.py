@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -571,3 +571,67 @@ def test_wait_that_times_out_loses_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), stream)
     train(torch.ones(1, 2))
     assert [state["step"].item() for state in optimizer.state.values()] == [c + 1 for c in counts]
+
+
+def shift(s: Any, x: torch.Tensor) -> torch.Tensor:
+    s.third, s.second = s.second, s.first
+    s.first = x * 1.0
+    return s.first.sum() + 10 * s.second.sum() + 100 * s.third.sum()
+
+
+def swap(s: Any, x: torch.Tensor) -> torch.Tensor:
+    s.first, s.second = s.second, s.first
+    s.first.add_(x)
+    return s.first.sum() * 2 + s.second.sum()
+
+
+def keep_last(s: Any, x: torch.Tensor) -> torch.Tensor:
+    s.second = s.first
+    s.first = s.first * 0.5 + x
+    return s.second.sum() + s.first.sum()
+
+
+def keep_last_detached(s: Any, x: torch.Tensor) -> torch.Tensor:
+    s.second = s.first.detach()
+    s.first = s.first * 0.5 + x
+    return s.second.sum() + s.first.sum()
+
+
+def rotate_pair(s: Any, x: torch.Tensor) -> torch.Tensor:
+    s.pair = (s.pair[1], s.pair[0] + x)
+    return s.pair[0].sum() * 2 + s.pair[1].sum()
+
+
+@pytest.mark.parametrize("function", [shift, swap, keep_last, keep_last_detached, rotate_pair])
+def test_state_that_moves_from_place_to_place(function: Any) -> None:
+    def run(device: str) -> tuple[list[float], list[list[float]], int]:
+        first, second, third = (torch.full((2,), float(n)).to(device) for n in range(3))
+        state = types.SimpleNamespace(first=first, second=second, third=third, pair=(first + 3, second + 4))
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return cast(torch.Tensor, function(state, x))
+
+        step: Any = lazystep.step(fullgraph=True, audit_every=0)(call) if device == "lazy" else call
+        results = [step(torch.full((2,), float(n)).to(device)).item() for n in range(NUM_CALLS)]
+        kept = [t.tolist() for t in (state.first, state.second, state.third, *state.pair)]
+        return results, kept, step.num_replayed if device == "lazy" else 0
+
+    want, want_kept, _ = run("cpu")
+    got, kept, num_replayed = run("lazy")
+    assert (got, kept) == (want, want_kept)
+    assert num_replayed >= NUM_CALLS - 4
+
+
+def test_kept_constant_is_not_one_tensor_for_all_replays() -> None:
+    state = types.SimpleNamespace(total=torch.ones(2).to("lazy"))
+
+    @lazystep.step(audit_every=0)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.total.add_(x)
+        result = state.total.sum()
+        state.total = torch.ones(2).to("lazy")
+        return result
+
+    with pytest.warns(lazystep.LazyStepWarning, match="keeps a tensor that the step did not make"):
+        got = [step(torch.full((2,), float(n))).item() for n in range(NUM_CALLS)]
+    assert got == [2.0 + 2 * n for n in range(NUM_CALLS)]

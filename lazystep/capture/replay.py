@@ -40,12 +40,13 @@ Recipe = Callable[["_Context"], Any]
 class _Context:
     """What a running replay has at hand."""
 
-    __slots__ = ("leaves", "numbers", "outputs", "tensors")
+    __slots__ = ("before", "leaves", "numbers", "outputs", "tensors")
 
-    def __init__(self, leaves: Sequence[Any], numbers: Sequence[Any], outputs: Sequence[Handle]) -> None:
+    def __init__(self, leaves: Sequence[Any], numbers: Sequence[Any], before: Sequence[Any]) -> None:
         self.leaves = leaves
         self.numbers = numbers
-        self.outputs = outputs
+        self.before = before  # what `Replay` has read from places when the call began
+        self.outputs: Sequence[Handle] = ()
         self.tensors: dict[int, Any] = {}
 
     def output(self, position: int) -> Any:
@@ -61,13 +62,31 @@ class _Recipes:
     def __init__(self, call: RecordedCall, expressions: list[Expression]) -> None:
         assert call.program is not None
         self._made = {h: n for n, h in enumerate(call.program.outputs) if h is not None}
-        self._arguments = {id(v): n for n, v in enumerate(call.leaves) if isinstance(v, torch.Tensor)}
-        self._places = {
-            id(v): place
-            for place, v in zip(call.reach.tensors, call.after, strict=True)
-            if isinstance(v, torch.Tensor)
-        }
+        # Tensors that were there when the call began: by identity and by value, to an argument or a place.
+        self._tensors: dict[int, int | Place] = {}
+        self._values: dict[Handle, int | Place] = {}
+        for number, leaf in enumerate(call.leaves):
+            self._add(leaf, number)
+        for place, value in zip(call.reach.tensors, call.before, strict=True):
+            self._add(value, place)
+        # To be read when a replay begins: state that moves from place to place is taken before it is
+        # overwritten.
+        self.places: list[Place] = []
         self._expressions = expressions  # of the replay: numbers among the leaves are added
+
+    def _add(self, tensor: Any, source: int | Place) -> None:
+        if isinstance(tensor, torch.Tensor):
+            self._tensors.setdefault(id(tensor), source)
+            handle = find_handle(tensor)
+            if handle is not None:
+                self._values.setdefault(handle, source)
+
+    def _take(self, source: int | Place) -> Recipe:
+        if isinstance(source, int):
+            return lambda context: context.leaves[source]
+        self.places.append(source)
+        index = len(self.places) - 1
+        return lambda context: context.before[index]
 
     def is_made(self, value: Any) -> bool:
         """Whether the step itself made this tensor."""
@@ -80,14 +99,14 @@ class _Recipes:
         if handle is not None and handle in self._made:
             position = self._made[handle]
             return lambda context: context.output(position)
-        if id(new) in self._arguments:
-            number = self._arguments[id(new)]
-            return lambda context: context.leaves[number]
+        if id(new) in self._tensors:
+            return self._take(self._tensors[id(new)])
         if isinstance(new, torch.Tensor):
-            if id(new) in self._places:
-                place = self._places[id(new)]
-                return lambda context: place.get()
-            if old is new or old is None:
+            if handle in self._values and not new.requires_grad:
+                # Another tensor for the same value, which `detach` gives.
+                same = self._take(self._values[handle])
+                return lambda context: _another_tensor(same(context))
+            if old is new or (old is None and handle is None):
                 return lambda context: new
             raise NotReplayableError(
                 f"it {what} a tensor that the step did not make, another one in each call"
@@ -220,6 +239,7 @@ class Replay:
 
     def _find_outputs(self, earlier: RecordedCall, call: RecordedCall) -> None:
         recipes = _Recipes(call, self._expressions)
+        self._read_before = recipes.places
         if earlier.result_spec != call.result_spec:
             raise NotReplayableError("it returns another structure in each call")
         pairs = zip(earlier.result_leaves, call.result_leaves, strict=True)
@@ -339,7 +359,7 @@ class Replay:
             if position >= 0:
                 handles[position] = handle_of_host_tensor(tensor)
         self.num_runs += 1
-        made = _Context(leaves, numbers, [])
+        made = _Context(leaves, numbers, [place.get() for place in self._read_before])
 
         def prepare(outputs: Sequence[Handle]) -> None:
             made.outputs = outputs
@@ -394,6 +414,11 @@ class Replay:
         storages = [handles[position].storage for position, _ in self._arguments]
         is_apart = len(set(storages)) == len(storages) and self._state_storages.isdisjoint(storages)
         return is_apart and not self._storages
+
+
+def _another_tensor(tensor: Any) -> Any:
+    handle = find_handle(tensor)
+    return tensor if handle is None else wrap(handle)
 
 
 def _merge_counters(states: Mapping[Any, tuple[HostState, Any]]) -> dict[Any, list[Any]]:
