@@ -68,7 +68,7 @@ def test_programs_of_a_model_are_equal(workers: list[Worker], model: str) -> Non
     assert native == python
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     ops=st.lists(st.tuples(st.integers(0, 45), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=25)
 )

@@ -13,7 +13,8 @@ import torch
 from lazystep.execute.memory import keep_freed_memory
 
 def allocate():
-    blocks = [torch.ones(1_000_000) for _ in range(3)]
+    # Larger than what malloc may have learned to keep by itself.
+    blocks = [torch.ones(10_000_000) for _ in range(2)]
     del blocks
 
 def work():
