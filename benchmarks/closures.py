@@ -2,26 +2,29 @@
 
     python -m benchmarks.closures [--quick]
 
-Side by side: eager with and without inline reporting; `@lazystep.step` with native steps and none, with sync
-closures, with async closures, and with async closures whose reductions are recorded into the step. There is
-no spare core: what a report computes is taken from the steps. `--quick` stays on the reference executable.
+Side by side, in processes of their own: eager with and without inline reporting; `@lazystep.step` with native
+steps and none, with sync closures, with async closures, and with async closures whose reductions are recorded
+into the step. There is no spare core: what a report computes is taken from the steps. `--quick` stays on the
+reference executable.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lazystep
 from benchmarks.models import gpt, make_optimizer
-from benchmarks.timing import Measurements, Neighbours, Report, Table, interleave, machine
+from benchmarks.timing import Measurements, Neighbours, Report, Table, interleave, machine, peers, serve
 
 NUM_BINS = 64
+PEER_TIMEOUT = 900.0
 # Called once a step, between backward and the optimizer.
 Reporting = Callable[[nn.Module, Tensor], None]
 
@@ -69,43 +72,51 @@ def report_recorded(model: nn.Module, loss: Tensor) -> None:
     lazystep.add_step_closure(lambda *tree: [t.tolist() for t in (*tree[1], *tree[2])], args, run_async=True)
 
 
-def make_turn(device: str, report: Reporting, name: str, num_steps: int) -> Callable[[], Mapping[str, float]]:
-    """A turn of `num_steps` steps; measures seconds a step, from start to the last closure's end."""
-    torch.manual_seed(0)
-    model, make_batch, loss_fn = gpt()
-    model.to(device)
-    optimizer = make_optimizer(model)
+class Worker:
+    """Does the turns of one variant."""
 
-    def train(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        report(model, loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.device, report = VARIANTS[name]
+        model, self.make_batch, loss_fn = gpt()
+        model.to(self.device)
+        optimizer = make_optimizer(model)
 
-    step = lazystep.step(train) if device == "lazy" else train
+        def train(x: Tensor, y: Tensor) -> Tensor:
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            report(model, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
 
-    def turn() -> Mapping[str, float]:
+        self.step = lazystep.step(train) if self.device == "lazy" else train
+
+    def turn(self, num_steps: int) -> Mapping[str, float]:
+        """Seconds a step, from start to the last closure's end."""
         start = time.perf_counter()
         for _ in range(num_steps):
-            step(*make_batch())
-        if device == "lazy":
+            self.step(*self.make_batch())
+        if self.device == "lazy":
             lazystep.wait_device_ops()
             lazystep.flush_step_closures()
-        return {name: (time.perf_counter() - start) / num_steps}
+        return {self.name: (time.perf_counter() - start) / num_steps}
 
-    return turn
+    def make_native(self, num_steps: int) -> Mapping[str, float]:
+        """Train until the step runs natively, on as many threads as suit it."""
+        if self.device == "lazy":
+            for _ in range(4):
+                before = lazystep.metrics.counter_value("native_executions")
+                self.turn(num_steps)
+                lazystep.wait_for_compile()
+            if lazystep.metrics.counter_value("native_executions") == before:
+                raise RuntimeError(f"not native: {lazystep.debug.explain()}")
+        return {}
 
-
-def make_native(turn: Callable[[], Mapping[str, float]]) -> None:
-    """Train until the step runs natively, on as many threads as suit it."""
-    for _ in range(4):
-        before = lazystep.metrics.counter_value("native_executions")
-        turn()
-        lazystep.wait_for_compile()
-    if lazystep.metrics.counter_value("native_executions") == before:
-        raise RuntimeError(f"not native:\n{lazystep.debug.explain()}")
+    def work(self, task: str, num_steps: int) -> Mapping[str, float]:
+        """Do the named task."""
+        return {"turn": self.turn, "make_native": self.make_native}[task](num_steps)
 
 
 VARIANTS: dict[str, tuple[str, Reporting]] = {
@@ -134,18 +145,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a smoke run")
-    quick: Any = parser.parse_args().quick
-    num_steps, num_repeats = (3, 2) if quick else (10, 7)
+    parser.add_argument("--peer", choices=VARIANTS, help="serve turns of one variant (used internally)")
+    arguments = parser.parse_args()
+    if arguments.peer:
+        serve(Worker(arguments.peer).work)
+        return
+    quick: bool = arguments.quick
+    num_steps, num_repeats = (3, 2) if quick else (10, 15)
     if quick:
-        lazystep.config.settings.tier = "reference"
-    turns = {name: make_turn(device, report, name, num_steps) for name, (device, report) in VARIANTS.items()}
-    if not quick:
-        for name, (device, _) in VARIANTS.items():
-            if device == "lazy":
-                make_native(turns[name])
-    neighbours = Neighbours()
-    measured = interleave(turns, num_warm_ups=1 if quick else 2, num_repeats=num_repeats, max_seconds=120)
-    facts = {**machine(), "processor time taken by others": f"{neighbours.share():.0%}"}
+        os.environ["LAZYSTEP_TIER"] = "reference"
+    with peers("benchmarks.closures", list(VARIANTS), PEER_TIMEOUT) as systems:
+        if not quick:
+            for peer in systems.values():
+                peer.ask(task="make_native", num_steps=num_steps)
+        turns = {
+            name: functools.partial(peer.ask, task="turn", num_steps=num_steps)
+            for name, peer in systems.items()
+        }
+        neighbours = Neighbours(systems.values())
+        measured = interleave(turns, num_warm_ups=1 if quick else 2, num_repeats=num_repeats, max_seconds=180)
+        measured.others = neighbours.share()
+    facts = {**machine(), "processor time taken by others": f"{measured.others:.0%}"}
     result = Report(
         "closures", "python -m benchmarks.closures", facts, [to_table(measured)], {"all": measured}
     )
