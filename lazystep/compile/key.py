@@ -32,12 +32,14 @@ def inductor_options(num_threads: int) -> dict[str, Any]:
     `dynamic_threads`: a library built for a fixed count crashes when it runs on more threads; one that
     asks at run time cost nothing measurable on the benchmark models. `layout_optimization` rewrites
     convolutions to channels last, which lost on the benchmark's conv net. Line tables, which nobody looks at,
-    take an eighth of the compiler's time.
+    take an eighth of the compiler's time. `vec_isa_ok`: the processor's vectors are taken as it states them,
+    without a trial build of six seconds, whose failure for any other reason leaves a process without vectors.
     """
     return {
         "cpp.threads": num_threads,
         "cpp.dynamic_threads": True,
         "cpp.cxx": (None, find_compiler()),
+        "cpp.vec_isa_ok": True,
         "layout_optimization": False,
         "aot_inductor.enable_line_tables": False,
         "compile_threads": 1,
