@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import lazystep
-from benchmarks.models import gpt, make_optimizer
+from benchmarks.recording import Trainer
 from benchmarks.timing import Measurements, Neighbours, Report, Table, interleave, machine, peers, serve
 
 NUM_BINS = 64
@@ -76,19 +76,17 @@ class Worker:
     """Does the turns of one variant."""
 
     def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
         self.name = name
         self.device, report = VARIANTS[name]
-        model, self.make_batch, loss_fn = gpt()
-        model.to(self.device)
-        optimizer = make_optimizer(model)
+        trainer = Trainer("gpt", self.device)
+        self.make_batch = trainer.make_batch
 
         def train(x: Tensor, y: Tensor) -> Tensor:
-            loss = loss_fn(model(x), y)
+            loss = trainer.loss_fn(trainer.model(x), y)
             loss.backward()
-            report(model, loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            report(trainer.model, loss)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
             return loss
 
         self.step = lazystep.step(train) if self.device == "lazy" else train

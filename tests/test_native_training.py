@@ -59,7 +59,7 @@ WORKLOADS = {
 }
 
 
-# The GPT and the conv net take minutes to build: by `make conformance-native`.
+# The others take half a minute to minutes to build: by `make conformance-native`.
 @pytest.mark.parametrize("name", WORKLOADS if os.environ.get("LAZYSTEP_NATIVE_OPS") else ["lstm"])
 def test_two_hundred_native_steps_stay_close_to_eager(name: str) -> None:
     make, criteria = WORKLOADS[name]

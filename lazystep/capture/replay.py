@@ -109,7 +109,8 @@ class _Recipes:
             if old is new or (old is None and handle is None):
                 return lambda context: new
             raise NotReplayableError(
-                f"it {what} a tensor that the step did not make, another one in each call"
+                f"it {what} a tensor that the step did not make, another one in each call; make it an "
+                "argument of the step, or make it inside with an op on the lazy device"
             )
         if type(new) is Traced:
             self._expressions.append(new.expression)
@@ -248,7 +249,10 @@ class Replay:
         self._rebinds: list[tuple[Place, Recipe]] = []
         for place, before, after in zip(call.reach.tensors, call.before, call.after, strict=True):
             if before is not after:
-                self._rebinds.append((place, recipes.find(None, after, "keeps")))
+                try:
+                    self._rebinds.append((place, recipes.find(None, after, "keeps")))
+                except NotReplayableError as error:
+                    raise NotReplayableError(f"in {place.key or 'a variable'!r} {error}") from None
         if len(earlier.added) != len(call.added):
             raise NotReplayableError("it adds another number of closures in each call")
         self._closures = [

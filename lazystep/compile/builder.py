@@ -228,8 +228,8 @@ class Builder:
                 answer = self._ask(cache, request, text, directory)
             if "error" in answer:
                 if answer["kind"] in ("compiler", "system"):
-                    # What it has found out meanwhile goes with it: a compiler that failed once is taken for
-                    # one without vectors for as long as the process lives.
+                    # What it has found out about the compiler goes with it: Inductor asks once in the life of
+                    # a process.
                     self._kill()
                 raise BuildError(answer["kind"], _with_line(answer, request.program))
             manifest = {

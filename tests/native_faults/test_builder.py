@@ -65,7 +65,7 @@ def test_failing_compiler_poisons_nothing(compiler: Callable[[str], None], tmp_p
     assert count("builds_requested") == 1
     assert cache().entries() == []
     assert "stays on the reference executable" in lazystep.debug.explain()
-    # Nor is the process used again that has met it: it would take the next one to be as poor.
+    # Nor is the process used again that has met it: Inductor asks about a compiler once.
     assert runtime.tiers.builder._process is None
 
 
