@@ -22,7 +22,8 @@ test-python: $(STAMP)
 native: $(STAMP)
 	$(BIN)/python setup.py build_ext --inplace
 
-# The recorder's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package.
+# The recorder's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package. What the sanitizer
+# itself keeps, freed memory and the stacks of who freed it, is kept small: a test compares the memory of the process.
 SANITIZED := build/sanitized
 sanitize: $(STAMP)
 	mkdir -p $(SANITIZED)
@@ -30,7 +31,7 @@ sanitize: $(STAMP)
 	cd $(SANITIZED) && rm -f lazystep/record/native/*.so && \
 	  LAZYSTEP_SANITIZE=1 $(abspath $(BIN))/python setup.py build_ext --inplace
 	cd $(SANITIZED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
-	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:protect_shadow_gap=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:protect_shadow_gap=0:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:malloc_context_size=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  LAZYSTEP_RECORDER=native PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
 	  tests/test_native_recorder.py tests/test_device.py tests/test_semantics.py tests/test_random_programs.py
 
