@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,17 @@ import lazystep  # noqa: E402
 from lazystep import config  # noqa: E402
 from lazystep.barrier import runtime  # noqa: E402
 from lazystep.history import History  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Captures and tests collect garbage: not each time through all that torch and earlier modules have made.
+
+    Late in a session a collection took seconds, and a hundred of them a test's whole time limit.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

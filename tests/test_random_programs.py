@@ -162,7 +162,7 @@ class Programs(RuleBasedStateMachine):
 
 
 Programs.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestRandomPrograms = Programs.TestCase
 
