@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from typing import Any
 
@@ -375,24 +376,16 @@ def test_read_inside_keeps_recording_with_a_warning() -> None:
     assert branch.num_replayed == 0
 
 
-def test_audit_finds_what_python_does_differently() -> None:
-    class Hidden:
-        """Out of sight: a property is no attribute."""
-
-        _values = iter([1.0] * 3 + [4.0] * 20)
-
-        @property
-        def scale(self) -> float:
-            return next(Hidden._values)
-
-    hidden = Hidden()
-
+def test_audit_finds_what_python_does_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     @lazystep.step(audit_every=4)
     def scaled(x: torch.Tensor) -> torch.Tensor:
-        return (x * hidden.scale).sum()
+        return (x * float(os.environ["SCALE"])).sum()  # out of sight
 
+    results = []
     with pytest.warns(lazystep.LazyStepWarning, match=r"a replay would have used 1\.0"):
-        results = [scaled(torch.ones(1)).item() for _ in range(14)]
+        for number in range(14):
+            monkeypatch.setenv("SCALE", "1.0" if number < 3 else "4.0")
+            results.append(scaled(torch.ones(1)).item())
     assert results[-1] == 4.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 
 import numpy as np
@@ -25,14 +26,12 @@ def test_host_tensor_made_inside() -> None:
         assert constant(torch.ones(2)).item() == 3
     assert constant.num_replayed >= NUM_CALLS - 2
 
-    numbers = iter(range(5))
-
     @lazystep.step(audit_every=0)
     def varying(x: torch.Tensor) -> torch.Tensor:
-        return (x + torch.tensor([next(numbers)]).to("lazy")).sum()
+        return (x + torch.tensor([time.perf_counter()], dtype=torch.float64).to("lazy")).sum()
 
     with pytest.warns(lazystep.LazyStepWarning, match=r"aten\.add.* is another one in each call"):
-        assert [varying(torch.zeros(1)).item() for _ in range(5)] == [0, 1, 2, 3, 4]
+        assert len({varying(torch.zeros(1)).item() for _ in range(5)}) == 5
 
 
 def test_constant_that_is_written_inside_starts_anew() -> None:

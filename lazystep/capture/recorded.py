@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-import operator
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -27,7 +25,8 @@ from ..record.recorder import Draw
 from ..record.source import user_line
 from ..step_closures import Added, DeviceContext
 from .arguments import Structure, put_together
-from .places import Reach
+from .guards import Guards
+from .reach import Reach
 from .traced import Expression, Pins, Trace, Traced, traced_math, true_value
 
 
@@ -78,7 +77,6 @@ class RecordedCall:
     def __init__(
         self,
         function: Callable[..., Any],
-        owner: Any,
         leaves: list[Any],
         structure: Structure,
         context: DeviceContext,
@@ -93,8 +91,7 @@ class RecordedCall:
         self.constants: dict[int, torch.Tensor] = {}
         self._function = function
         self._context = context
-        roots = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str))]
-        self._roots = [owner, *roots]
+        self._roots = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str))]
         self._closures = closures
         self.reach = Reach(function, self._roots, closures)
         # An optimizer that makes its state in this call may put numbers into it: not traced ones.
@@ -140,6 +137,8 @@ class RecordedCall:
             runtime.flush(context)
             if self.program is None:
                 self._refuse("it records nothing")
+            elif self.reach.reason:
+                self._refuse(self.reach.reason)
         finally:
             runtime.on_cut = None
             recorder.draws = context.log = None
@@ -306,157 +305,3 @@ class RecordedCall:
     def drop_tensors(self) -> None:
         """Let go of everything that a later call does not have to be compared with."""
         self.result = None
-
-
-class Guards:
-    """What a replay takes for granted: modes, flags, hooks, numbers and structure around the function.
-
-    Asked at every replay, so it reads flat lists that were made once.
-    """
-
-    def __init__(self, reach: Reach, host_state: Collection[int]) -> None:
-        """`host_state`: ids of the CPU tensors that a replay itself keeps up to date."""
-        self._reach = reach
-        # A tensor on the host is known by its version: what is made from it inside is a constant until then.
-        self._host = [
-            place
-            for place in reach.tensors
-            if isinstance(value := place.get(), torch.Tensor)
-            and value.device.type == "cpu"
-            and id(value) not in host_state
-        ]
-        self._slots = [(p.container, p.key) for p in reach.simple if p.kind == "item"]
-        self._cells = [p for p in reach.simple if p.kind != "item"]
-        fields = [module.__dict__ for module in reach.modules]
-        self._dicts = [f[name] for f in fields for name in ("_modules", "_parameters") if f[name]]
-        self._hooks = reach.hook_dicts()
-        self._simple = self._read_simple()
-        self._types = list(map(type, self._simple))
-        self._tuples = self._read_tuples()
-        self._sizes = list(map(len, reach.sizes))
-        self._objects = self._read_objects()
-        self._flags = self._read_flags()
-        self._groups = self._read_groups()
-        self._versions = self._read_versions()
-
-    def _read_simple(self) -> list[Any]:
-        return [container[key] for container, key in self._slots] + [place.get() for place in self._cells]
-
-    def _read_tuples(self) -> list[Any]:
-        tuples = [place.get() for place in self._reach.tuples]
-        return [(type(value), len(value) if isinstance(value, tuple) else 0) for value in tuples]
-
-    def _read_objects(self) -> list[Any]:
-        """Children, parameters and optimizer state: compared by identity."""
-        objects: list[Any] = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
-        for optimizer in self._reach.optimizers:
-            objects.append(optimizer.state)
-            for group in optimizer.param_groups:
-                objects += group["params"]
-        return objects
-
-    def _read_flags(self) -> list[Any]:
-        parameters = self._reach.parameters
-        flags: list[Any] = [p.requires_grad for p in parameters]
-        flags += [p.grad is None for p in parameters]
-        if any(self._hooks):
-            flags += map(len, self._hooks)
-        return flags
-
-    def _read_groups(self) -> list[Any]:
-        return [
-            value
-            for optimizer in self._reach.optimizers
-            for group in optimizer.param_groups
-            for key, value in group.items()
-            if key != "params" and not _is_traced_kind(value)
-        ]
-
-    def _read_versions(self) -> list[_Version]:
-        return [_Version(place.get()) for place in self._host]
-
-    def hold(self) -> bool:
-        """Whether everything is as it was when the call began."""
-        try:
-            return (
-                _are_same(self._read_objects(), self._objects)
-                and self._hold_simple()
-                and self._read_flags() == self._flags
-                and self._read_groups() == self._groups
-                and list(map(len, self._reach.sizes)) == self._sizes
-                and self._read_tuples() == self._tuples
-                and (not self._host or self._read_versions() == self._versions)
-            )
-        except (KeyError, IndexError):
-            return False
-
-    def _hold_simple(self) -> bool:
-        now = self._read_simple()
-        # 1 and 1.0 are equal, but not to an op. Most often they are the very same objects.
-        return _are_same(now, self._simple) or (now == self._simple and list(map(type, now)) == self._types)
-
-    def difference(self, other: Guards) -> str:
-        """What was different when another call began; empty if nothing was."""
-        if len(self._slots) != len(other._slots) or len(self._cells) != len(other._cells):
-            return "what it can reach"
-        names = [key for _, key in self._slots] + ["a variable"] * len(self._cells)
-        for name, mine, others in zip(names, self._simple, other._simple, strict=True):
-            if type(mine) is not type(others) or mine != others:
-                return f"{name!r}, from {others!r} to {mine!r},"
-        if self._tuples != other._tuples:
-            return "what a tuple consists of"
-        if not _are_same(self._objects, other._objects):
-            return "its modules, parameters or optimizer state"
-        if self._flags != other._flags:
-            return "requires_grad, gradients or hooks"
-        if self._versions != other._versions:
-            return "a tensor on the CPU"
-        return "an optimizer's options" if self._groups != other._groups else ""
-
-    def find_side_effect(self) -> str:
-        """A number or container that the call itself has changed: a replay would leave it as it is."""
-        names = [key for _, key in self._slots] + ["a variable"] * len(self._cells)
-        try:
-            now = self._read_simple()
-        except (KeyError, IndexError):
-            return "it removes an attribute or an item, which a replay would not"
-        for name, before, after in zip(names, self._simple, now, strict=True):
-            # A slot that held nothing may come to hold a tensor: that is state, not a side effect.
-            if before is not None and (type(before) is not type(after) or before != after):
-                return f"it changes {name!r} from {before!r} to {after!r}, which a replay would not"
-        for container, before in zip(self._reach.sizes, self._sizes, strict=True):
-            if len(container) != before:
-                sizes = f"from {before} to {len(container)}"
-                return (
-                    f"it changes the length of a {type(container).__name__} {sizes}, which a replay would not"
-                )
-        for place, before, after in zip(self._host, self._versions, self._read_versions(), strict=True):
-            if before != after:
-                return f"it changes {place.key or 'a variable'!r}, a CPU tensor, which a replay would not"
-        return ""
-
-
-class _Version:
-    """A tensor at one moment. Holds it: another one may get the id of one that is gone."""
-
-    __slots__ = ("number", "tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.number = getattr(tensor, "_version", None)
-
-    def __eq__(self, other: object) -> bool:
-        is_same = isinstance(other, _Version) and self.tensor is other.tensor
-        return is_same and self.number == other.number  # type: ignore[attr-defined]
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _is_traced_kind(value: Any) -> bool:
-    return type(value) is float or (
-        type(value) is tuple and bool(value) and all(type(v) is float for v in value)
-    )

@@ -78,7 +78,6 @@ class Step(Generic[P, R]):
         self._fullgraph = fullgraph
         self._audit_every = audit_every
         self._max_captures = max_captures
-        self._owner: Any = None
         self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}
         self._captures: dict[Kind, _Captures] = {}
         self._num_new_kinds = 0  # calls in a row whose arguments were of a kind not seen before
@@ -97,7 +96,6 @@ class Step(Generic[P, R]):
             bound: Step[..., R] = Step(
                 self._function.__get__(owner), self._fullgraph, self._audit_every, self._max_captures
             )
-            bound._owner = owner
             # The object is kept, so that its id stays its own.
             self._bound[id(owner)] = owner, bound
         return self._bound[id(owner)][1]
@@ -187,9 +185,7 @@ class Step(Generic[P, R]):
     def _record_once(self, leaves: list[Any], structure: Structure, context: DeviceContext) -> RecordedCall:
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
-        return RecordedCall(
-            self._function, self._owner, leaves, structure, context, self._met, self._closures
-        )
+        return RecordedCall(self._function, leaves, structure, context, self._met, self._closures)
 
     def _why_captured(self, number: int) -> str:
         if number > 1:

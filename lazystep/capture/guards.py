@@ -1,0 +1,239 @@
+"""What a replay takes for granted: everything around the step is as it was when its call was recorded."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import pickle
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+
+from .ambient import hooks_of_tensors, modes
+from .reach import Reach
+
+_MAX_COMPARED = 1 << 16  # bytes of a CPU tensor
+
+
+class Guards:
+    """Modes, flags, hooks, numbers and structure around the function, as they were when this was made.
+
+    Asked at every replay, so it reads flat lists that were made once.
+    """
+
+    def __init__(self, reach: Reach, host_state: Collection[int]) -> None:
+        """`host_state`: ids of the CPU tensors that a replay itself keeps up to date."""
+        self._reach = reach
+        # A tensor on the host is known by its version: what is made from it inside is a constant until then.
+        self._host = [
+            place
+            for place in reach.tensors
+            if isinstance(value := place.get(), torch.Tensor)
+            and value.device.type == "cpu"
+            and id(value) not in host_state
+        ]
+        # Items first, which are read most quickly.
+        known = [(place, False) for place in reach.simple] + [(place, True) for place in reach.held]
+        known.sort(key=lambda one: one[0].kind != "item")
+        places = [place for place, _ in known]
+        self._is_held = [is_held for _, is_held in known]
+        self._places = places
+        self._items = [(place.container, place.key) for place in places if place.kind == "item"]
+        self._others = [place for place in places if place.kind != "item"]
+        fields = [module.__dict__ for module in reach.modules]
+        self._dicts = [f[name] for f in fields for name in ("_modules", "_parameters") if f[name]]
+        self._modes = modes()
+        self._values = self._read_values()
+        self._tuples = self._read_tuples()
+        self._sizes = list(map(len, reach.sizes))
+        self._num_fields = list(map(len, reach.fields))
+        self._contents = self._read_contents()
+        self._objects = self._read_objects()
+        self._flags = self._read_flags()
+        self._groups = self._read_groups()
+        self._versions = self._read_versions()
+        self._random = self._read_random()
+
+    def _read_values(self) -> list[Any]:
+        return [container[key] for container, key in self._items] + [place.get() for place in self._others]
+
+    def _read_tuples(self) -> list[Any]:
+        tuples = [place.get() for place in self._reach.tuples]
+        return [(type(value), len(value) if isinstance(value, tuple) else 0) for value in tuples]
+
+    def _read_contents(self) -> list[Any]:
+        return list(map(_contents_of, self._reach.contents))
+
+    def _read_objects(self) -> list[Any]:
+        """Children, parameters and optimizer state: compared by identity."""
+        objects: list[Any] = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
+        for optimizer in self._reach.optimizers:
+            objects.append(optimizer.state)
+            for group in optimizer.param_groups:
+                objects += group["params"]
+        return objects
+
+    def _read_flags(self) -> list[Any]:
+        parameters = self._reach.parameters
+        flags: list[Any] = [p.requires_grad for p in parameters]
+        flags += [p.grad is None for p in parameters]
+        hooks = hooks_of_tensors(parameters)
+        if hooks or any(self._reach.hooks):
+            flags += map(tuple, [*hooks, *self._reach.hooks])  # each hook has a number of its own
+        return flags
+
+    def _read_groups(self) -> list[Any]:
+        return [
+            value
+            for optimizer in self._reach.optimizers
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key != "params" and not _is_traced_kind(value)
+        ]
+
+    def _read_versions(self) -> list[_Version]:
+        return [_Version(place.get()) for place in self._host]
+
+    def _read_random(self) -> list[Any]:
+        return [np.random.get_state()[1].tobytes(), np.random.get_state()[2:]] + [  # type: ignore[index]
+            _state_of_generator(generator) for generator in self._reach.generators
+        ]
+
+    def hold(self) -> bool:
+        """Whether everything is as it was when the call began."""
+        try:
+            return (
+                modes() == self._modes
+                and _are_same(self._read_objects(), self._objects)
+                and self._hold_values()
+                and self._read_flags() == self._flags
+                and self._read_groups() == self._groups
+                and list(map(len, self._reach.sizes)) == self._sizes
+                and list(map(len, self._reach.fields)) == self._num_fields
+                and self._read_tuples() == self._tuples
+                and (not self._reach.contents or self._read_contents() == self._contents)
+                and (not self._host or self._read_versions() == self._versions)
+            )
+        except (KeyError, IndexError):
+            return False
+
+    def _hold_values(self) -> bool:
+        now = self._read_values()
+        # Most often they are the very same objects.
+        return _are_same(now, self._values) or all(map(_is_same, now, self._values, self._is_held))
+
+    def difference(self, other: Guards) -> str:
+        """What was different when another call began, of what both can reach; empty if nothing was."""
+        before = {place.identity: value for place, value in zip(other._places, other._values, strict=True)}
+        for place, now, is_held in zip(self._places, self._values, self._is_held, strict=True):
+            old = before.get(place.identity, now)
+            if not _is_same(old, now, is_held):
+                return f"{place.name}, {_describe_change(old, now, is_held)},"
+        if self._modes != other._modes:
+            return "one of torch's modes (gradients, autocast, default type)"
+        if self._tuples != other._tuples:
+            return "what a tuple consists of"
+        if self._contents != other._contents:
+            return "a set or an array"
+        if not _are_same(self._objects, other._objects):
+            return "its modules, parameters or optimizer state"
+        if self._flags != other._flags:
+            return "requires_grad, gradients or hooks"
+        if self._versions != other._versions:
+            return "a tensor on the CPU"
+        return "an optimizer's options" if self._groups != other._groups else ""
+
+    def find_side_effect(self) -> str:
+        """Something that the call itself has changed: a replay would leave it as it is."""
+        try:
+            now = self._read_values()
+        except (KeyError, IndexError):
+            return "it removes an attribute or an item, which a replay would not"
+        for place, before, after, is_held in zip(self._places, self._values, now, self._is_held, strict=True):
+            # A slot that held nothing may come to hold a tensor: that is state, not a side effect.
+            if before is not None and not _is_same(before, after, is_held):
+                change = _describe_change(before, after, is_held)
+                return f"it changes {place.name} {change}, which a replay would not"
+        for container, before in zip(self._reach.sizes, self._sizes, strict=True):
+            if len(container) != before:
+                sizes = f"from {before} to {len(container)}"
+                return (
+                    f"it changes the length of a {type(container).__name__} {sizes}, which a replay would not"
+                )
+        pairs = zip(self._reach.contents, self._contents, self._read_contents(), strict=True)
+        for container, before, after in pairs:
+            if before != after:
+                return f"it changes what is in a {type(container).__name__}, which a replay would not"
+        for place, before, after in zip(self._host, self._versions, self._read_versions(), strict=True):
+            if before != after:
+                return f"it changes {place.name}, a CPU tensor, which a replay would not"
+        if self._read_random() != self._random:
+            return (
+                "it draws random numbers with Python or NumPy; draw them on the lazy device, or pass them "
+                "as arguments"
+            )
+        return ""
+
+
+class _Version:
+    """A CPU tensor at one moment. Holds it: another one may get the id of one that is gone."""
+
+    __slots__ = ("contents", "number", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.number = getattr(tensor, "_version", None)
+        # NumPy, `.data` and other processes write without counting: a small one is compared as a whole.
+        is_small = isinstance(tensor, torch.Tensor) and tensor.nbytes <= _MAX_COMPARED
+        self.contents = _bytes_of(tensor) if is_small and tensor.layout == torch.strided else b""
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Version)
+            and self.tensor is other.tensor
+            and self.number == other.number
+            and self.contents == other.contents
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _is_same(a: Any, b: Any, is_held: bool) -> bool:
+    # 1 and 1.0 are equal, but not to an op.
+    return a is b or (not is_held and type(a) is type(b) and bool(a == b))
+
+
+def _describe_change(before: Any, after: Any, is_held: bool) -> str:
+    if is_held:
+        return f"from one {type(before).__name__} to another {type(after).__name__}"
+    return f"from {before!r} to {after!r}"
+
+
+def _contents_of(container: Any) -> Any:
+    if isinstance(container, np.ndarray):
+        return container.dtype, container.shape, container.tobytes()
+    return bytes(container) if isinstance(container, bytearray) else frozenset(container)
+
+
+def _state_of_generator(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state())
+    return generator.getstate()
+
+
+def _is_traced_kind(value: Any) -> bool:
+    return type(value) is float or (
+        type(value) is tuple and bool(value) and all(type(v) is float for v in value)
+    )

@@ -1,0 +1,322 @@
+"""Everything that a step function can reach: where its state is, and what must be as it was for a replay.
+
+Code reaches variables of closures, globals, and from there on attributes, by name. So namespaces (objects,
+classes, modules) are read by the names that the code uses, and the code that is found there is read in turn,
+until nothing new is found. What no code names is not the step's: a trainer may count its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .ambient import (
+    FIELDS_OF_MODULES,
+    Hooks,
+    hooks_of_all,
+    hooks_of_module,
+    hooks_of_optimizer,
+    hooks_of_tensors,
+)
+from .places import Place
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# What a step function can reach through these is not its state.
+_OPAQUE = (types.BuiltinFunctionType, torch.Size, torch.Generator, logging.Logger)
+# Code of these changes no more, and what it names is its own.
+_WITHOUT_STATE = frozenset(("torch", "lazystep", "numpy", "builtins"))
+_FOREIGN = _WITHOUT_STATE | sys.stdlib_module_names
+_MAX_OBJECTS = 50_000
+_MAX_COMPARED = 1 << 20  # bytes of an array: larger ones would take longer than the step
+# Called by torch, so that no code of the step needs to name them.
+_IMPLICIT = ("forward", "backward", "setup_context", "training")
+# With one of these at hand an attribute needs not be named to be read.
+_DYNAMIC = frozenset(("getattr", "hasattr", "vars", "__dict__", "eval", "exec", "globals", "locals"))
+_DYNAMIC |= {"attrgetter", "asdict", "astuple", "fields", "copy", "deepcopy"}
+_NOT_OPERATORS = frozenset(("__init__", "__new__", "__repr__", "__str__", "__del__", "__reduce__"))
+_dicts_of_classes: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+
+
+class _Namespace:
+    """What names stand for in an object, a class or a module."""
+
+    def __init__(self, values: Mapping[str, Any], is_objects: bool, hidden: Collection[str] = ()) -> None:
+        self.values = values
+        self.is_objects = is_objects  # whether code that looks at attributes without naming them may read it
+        self.done: set[str] = set(hidden)  # names that have been read, or are not to be
+
+
+class Reach:
+    """What a function can reach, as flat lists."""
+
+    def __init__(
+        self, function: Callable[..., Any], roots: Sequence[Any], closures: Collection[types.CodeType] = ()
+    ) -> None:
+        """`closures`: functions that run after the step, whose own state is not the step's."""
+        self._closures = closures
+        self._package = (getattr(function, "__module__", None) or "").partition(".")[0]
+        self.tensors: list[Place] = []  # those that hold a tensor, or nothing yet
+        self.simple: list[Place] = []  # numbers, strings and the like, known by comparison
+        self.held: list[Place] = []  # functions, containers and objects, known by identity
+        self.tuples: list[Place] = []  # those that hold tensors or objects: what they consist of
+        self.sizes: list[Any] = []  # lists and dicts: whether they grow
+        self.fields: list[Any] = []  # attributes of objects and classes: whether there are more of them
+        self.contents: list[Any] = []  # sets, arrays and bytes: whether they are the same
+        self.generators: list[Any] = [random]  # of random numbers, in Python
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.hooks: list[Hooks] = hooks_of_all()
+        self.reason = ""  # why no replay can know whether something has changed
+        self._names: set[str] = set(_IMPLICIT)
+        self._namespaces: list[_Namespace] = []
+        self._iterators: list[str] = []
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []  # ids stay unique as long as their objects live
+        self._walk(function)
+        for root in roots:
+            self._walk(root)
+        for hooks in hooks_of_all():
+            self._walk_all(hooks.values())
+        self._walk_namespaces()
+        self.parameters = list(
+            {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}.values()
+        )
+        for optimizer in self.optimizers:
+            known = {id(p) for p in self.parameters}
+            for group in optimizer.param_groups:
+                self.parameters += [p for p in group["params"] if id(p) not in known]
+        for parameter in self.parameters:
+            self.tensors.append(Place(parameter, None, "grad"))
+        for hooks in hooks_of_tensors(self.parameters):
+            self._walk_all(hooks.values())
+        self._walk_namespaces()
+        if self._iterators and "next" in self._names:
+            self.reason = self.reason or (
+                f"it may take from {self._iterators[0]}, an iterator, which a replay would not; take from it "
+                "outside and pass what you get as an argument"
+            )
+
+    # -- names ---------------------------------------------------------------------------------------
+
+    def _walk_function(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        if code in self._closures:
+            return
+        for cell in function.__closure__ or ():
+            self._slot(Place(cell, None, "cell"))
+        # By its globals: a decorator of torch's makes functions that say they are the user's.
+        if self._is_foreign(function.__globals__.get("__name__")):
+            return
+        self.held += [Place(function, "__code__", "attribute"), Place(function, "__defaults__", "attribute")]
+        self._walk_all(function.__defaults__ or ())
+        self._items(function.__kwdefaults__ or {})
+        names = set(_names(code))
+        self._names |= names
+        for name in sorted(names):
+            if name in function.__globals__:
+                self._slot(Place(function.__globals__, name, "item"))
+            elif name in sys.modules:  # imported inside
+                self._walk(sys.modules[name])
+
+    def _walk_namespaces(self) -> None:
+        """Read all namespaces by all names. What is found may bring further ones of both."""
+        is_new = True
+        while is_new:
+            is_new = False
+            for namespace in self._namespaces.copy():
+                there = namespace.values.keys() - namespace.done
+                is_all = namespace.is_objects and not self._names.isdisjoint(_DYNAMIC)
+                # Sorted: lists of two recordings are compared.
+                for name in sorted(there if is_all else there & self._names):
+                    namespace.done.add(name)
+                    self._slot(Place(namespace.values, name, "item"))
+                    is_new = True
+
+    def _walk_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if self._is_foreign(base.__module__) or self._is_seen(base):
+                continue
+            # One object for all recordings: places of two are compared.
+            values = _dicts_of_classes.setdefault(base, base.__dict__)
+            self._namespaces.append(_Namespace(values, is_objects=False))
+            self.fields.append(values)
+            for name, value in values.items():
+                is_function = isinstance(value, types.FunctionType)
+                if is_function and name.startswith("__") and name not in _NOT_OPERATORS:
+                    self._slot(Place(values, name, "item"))
+
+    # -- values --------------------------------------------------------------------------------------
+
+    def _slot(self, place: Place) -> None:
+        value = place.get()
+        if isinstance(value, torch.Tensor) or value is None:
+            self.tensors.append(place)
+        if _is_simple(value):
+            self.simple.append(place)
+        elif isinstance(value, tuple):
+            self.tuples.append(place)
+            for number in range(len(value)):
+                self._slot(Place(place, number, "element"))
+        elif not isinstance(value, torch.Tensor):
+            self.held.append(place)
+            self._walk(value, place.key)
+
+    def _walk(self, value: Any, name: Any = None) -> None:
+        if isinstance(value, type):
+            self._walk_class(value)
+        if isinstance(value, (*_SIMPLE, *_OPAQUE, type, torch.Tensor)) or self._is_seen(value):
+            return
+        if isinstance(value, types.FunctionType):
+            self._walk_function(value)
+        elif isinstance(value, types.MethodType):
+            self._walk_all((value.__func__, value.__self__))
+        elif isinstance(value, functools.partial):
+            self._walk_all((value.func, *value.args))
+            self._items(value.keywords)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._walk(value.__func__)
+        elif isinstance(value, property):
+            self._walk_all((value.fget, value.fset))
+        elif isinstance(value, types.ModuleType):
+            if not self._is_foreign(value.__name__):
+                self._namespaces.append(_Namespace(value.__dict__, is_objects=False))
+        elif isinstance(value, nn.Module):
+            self._walk_module(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._walk_optimizer(value)
+        elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            self._walk(value.optimizer)
+        elif isinstance(value, (dict, list, deque)):
+            self.sizes.append(value)
+            self._items(value)
+        elif isinstance(value, (set, bytearray)):
+            self.contents.append(value)
+            self._walk_all(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._walk_all(value)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _MAX_COMPARED:
+                self.contents.append(value)
+            elif not isinstance(name, str) or name in self._names:
+                array = Place(None, name, "item").name
+                self.reason = self.reason or (
+                    f"it uses {array}, a NumPy array that is too large to be compared in each call; pass it "
+                    "as an argument"
+                )
+        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            self.generators.append(value)
+        elif isinstance(value, weakref.ref):
+            self._walk(value())
+        elif isinstance(value, Iterator):
+            self._iterators.append(Place(None, name, "item").name)
+        elif hasattr(value, "__wrapped__"):  # a function with a cache, another step
+            self._walk(value.__wrapped__)
+        else:
+            self._walk_object(value)
+
+    def _walk_all(self, values: Any) -> None:
+        for value in values:
+            self._walk(value)
+
+    def _walk_object(self, value: Any) -> None:
+        kind = type(value)
+        home = kind.__module__.partition(".")[0]
+        if home in _WITHOUT_STATE or (home.startswith("_") and home != "__main__"):
+            return
+        self._walk_class(kind)
+        for base in kind.__mro__:
+            for name, slot in base.__dict__.items():
+                if isinstance(slot, types.MemberDescriptorType):
+                    self._slot(Place(value, name, "attribute"))
+        fields = getattr(value, "__dict__", None)
+        if isinstance(fields, dict):
+            self._walk_fields(value, fields, ())
+
+    def _walk_fields(self, value: Any, fields: dict[str, Any], hidden: Collection[str]) -> None:
+        """The attributes of an object: those that are named, or all if code that can't be seen reads them."""
+        self.fields.append(fields)
+        has_seen_code = all(
+            base in (object, nn.Module, types.SimpleNamespace, argparse.Namespace)
+            or not self._is_foreign(base.__module__)
+            for base in type(value).__mro__
+        )
+        if has_seen_code:
+            self._namespaces.append(_Namespace(fields, is_objects=True, hidden=hidden))
+            return
+        for name in sorted(fields.keys() - hidden):
+            if not (hidden and name.startswith("_")):
+                self._slot(Place(fields, name, "item"))
+
+    def _walk_module(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        self._items(module._parameters)
+        self._items(module._buffers)
+        self._walk_all(module._modules.values())
+        # What is added to those that have something is seen anyway.
+        own = (module._parameters, module._modules)
+        self.fields += [module._buffers, *(fields for fields in own if not fields)]
+        for hooks in hooks_of_module(module):
+            self.hooks.append(hooks)
+            self._walk_all(hooks.values())
+        self._walk_class(type(module))
+        self._walk_fields(module, module.__dict__, FIELDS_OF_MODULES)
+
+    def _walk_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.append(optimizer)
+        for state in optimizer.state.values():
+            self._items(state)
+        for hooks in hooks_of_optimizer(optimizer):
+            self.hooks.append(hooks)
+            self._walk_all(hooks.values())
+        self._walk_class(type(optimizer))
+
+    def _items(self, container: Any) -> None:
+        keys = list(container) if isinstance(container, dict) else range(len(container))
+        for key in keys:
+            self._slot(Place(container, key, "item"))
+
+    def _is_foreign(self, module: str | None) -> bool:
+        """Whether code is nobody's who works on this step: its own globals are not followed."""
+        package = (module or "").partition(".")[0]
+        return package in _FOREIGN or (package != self._package and _is_installed(package))
+
+    def _is_seen(self, value: Any) -> bool:
+        if id(value) in self._seen or len(self._seen) > _MAX_OBJECTS:
+            return True
+        self._seen.add(id(value))
+        self._kept.append(value)
+        return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that a function may use, those of functions defined inside it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether a value is known by comparison, and nothing in it can change."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_simple, value))
+    return isinstance(value, _SIMPLE)
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """Whether a package is one that was installed, not one that is being worked on."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file

@@ -1,0 +1,643 @@
+"""A captured step and everything around it that Python can change between two calls: each change is noticed.
+
+Each case gives a function and a change. The function is captured and replayed, then the change is made: from
+then on the captured function must return what the plain one does.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lazystep
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+Case = tuple[Function, Callable[[], object]]
+
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(make: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[make.__name__] = make
+    return make
+
+
+# -- what a name stands for ---------------------------------------------------------------------------
+
+activation: Any = torch.sin
+network: Any = None
+flag = True
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+helper: Any = double
+
+
+def through_a_global(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if flag else x * 3
+
+
+@case
+def global_function_of_torch() -> Case:
+    return lambda x: activation(x), lambda: globals().update(activation=torch.cos)
+
+
+@case
+def global_function_of_the_user() -> Case:
+    return lambda x: helper(x), lambda: globals().update(helper=lambda x: x * 5)
+
+
+@case
+def global_model() -> Case:
+    globals().update(network=nn.Linear(3, 3).to("lazy"))
+    return lambda x: network(x).detach(), lambda: globals().update(network=nn.Linear(3, 3).to("lazy"))
+
+
+@case
+def global_of_a_function_that_is_called() -> Case:
+    return lambda x: through_a_global(x), lambda: globals().update(flag=False)
+
+
+@case
+def closure_variable_with_a_function() -> Case:
+    function: Any = torch.sin
+
+    def change() -> None:
+        nonlocal function
+        function = torch.cos
+
+    return lambda x: function(x), change
+
+
+@case
+def element_of_a_list() -> Case:
+    functions: list[Any] = [torch.sin]
+    return lambda x: functions[0](x), lambda: functions.__setitem__(0, torch.cos)
+
+
+@case
+def element_of_a_deque() -> Case:
+    factors = collections.deque([2.0])
+    return lambda x: x * factors[0], lambda: factors.__setitem__(0, 3.0)
+
+
+@case
+def value_of_a_dict() -> Case:
+    functions: dict[str, Any] = {"activation": torch.sin}
+    return lambda x: functions["activation"](x), lambda: functions.update(activation=torch.cos)
+
+
+@case
+def key_of_a_dict_is_replaced() -> Case:
+    options: dict[str, float] = {"twice": 2.0}
+
+    def change() -> None:
+        del options["twice"]
+        options["thrice"] = 3.0
+
+    return lambda x: x * (3 if "thrice" in options else 2), change
+
+
+@case
+def element_of_a_set_is_replaced() -> Case:
+    options = {"twice"}
+
+    def change() -> None:
+        options.remove("twice")
+        options.add("thrice")
+
+    return lambda x: x * (3 if "thrice" in options else 2), change
+
+
+@case
+def name_in_a_module() -> Case:
+    module: Any = types.ModuleType("users_settings")
+    module.scale = 2.0
+    return lambda x: x * module.scale, lambda: setattr(module, "scale", 3.0)
+
+
+@case
+def name_in_a_module_that_is_imported_inside() -> Case:
+    module: Any = types.ModuleType("users_other_settings")
+    module.scale = 2.0
+    sys.modules["users_other_settings"] = module
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        import users_other_settings
+
+        return x * users_other_settings.scale
+
+    return function, lambda: setattr(module, "scale", 3.0)
+
+
+@case
+def function_in_a_module() -> Case:
+    module: Any = types.ModuleType("users_functions")
+    module.activation = torch.sin
+    return lambda x: module.activation(x), lambda: setattr(module, "activation", torch.cos)
+
+
+@case
+def variable_of_a_class() -> Case:
+    class Options:
+        scale = 2.0
+
+    return lambda x: x * Options.scale, lambda: setattr(Options, "scale", 3.0)
+
+
+@case
+def variable_of_an_objects_class() -> Case:
+    class Options:
+        scale = 2.0
+
+    options = Options()
+    return lambda x: x * options.scale, lambda: setattr(Options, "scale", 3.0)
+
+
+@case
+def variable_of_a_parent_class() -> Case:
+    class Base:
+        scale = 2.0
+
+    class Options(Base):
+        pass
+
+    options = Options()
+    return lambda x: x * options.scale, lambda: setattr(Base, "scale", 3.0)
+
+
+@case
+def attribute_that_hides_that_of_the_class() -> Case:
+    class Options:
+        scale = 2.0
+
+    options = Options()
+    return lambda x: x * options.scale, lambda: setattr(options, "scale", 3.0)
+
+
+@case
+def attribute_that_is_not_named() -> Case:
+    options = types.SimpleNamespace(scale=2.0)
+    return lambda x: x * getattr(options, "sc" + "ale"), lambda: setattr(options, "scale", 3.0)
+
+
+@case
+def function_with_a_cache() -> Case:
+    @functools.lru_cache
+    def scale() -> float:
+        return 2.0 if flag else 3.0
+
+    def change() -> None:
+        globals().update(flag=False)
+        scale.cache_clear()
+
+    return lambda x: x * scale(), change
+
+
+@case
+def global_used_in_a_method() -> Case:
+    class Model:
+        def scale(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if flag else x * 3
+
+    model = Model()
+    return lambda x: model.scale(x), lambda: globals().update(flag=False)
+
+
+@case
+def global_used_in_a_property() -> Case:
+    class Model:
+        @property
+        def scale(self) -> float:
+            return 2.0 if flag else 3.0
+
+    model = Model()
+    return lambda x: x * model.scale, lambda: globals().update(flag=False)
+
+
+@case
+def global_used_in_a_static_method() -> Case:
+    class Model:
+        @staticmethod
+        def scale(x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if flag else x * 3
+
+    return lambda x: Model.scale(x), lambda: globals().update(flag=False)
+
+
+@case
+def global_used_in_forward() -> Case:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if flag else x * 3
+
+    model = nn.Sequential(Model()).to("lazy")
+    return lambda x: model(x), lambda: globals().update(flag=False)
+
+
+@case
+def method_is_replaced() -> Case:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    model = Model().to("lazy")
+    return lambda x: model(x), lambda: setattr(Model, "forward", lambda self, x: x * 3)
+
+
+@case
+def method_of_one_object_is_replaced() -> Case:
+    model = nn.Identity().to("lazy")
+    return lambda x: model(x) + 0, lambda: setattr(model, "forward", lambda x: x * 3)
+
+
+# -- what is captured ---------------------------------------------------------------------------------
+
+
+class Doubler:
+    def __init__(self) -> None:
+        self.flag = True
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.flag else x * 3
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+def with_options(options: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if options.flag else x * 3
+
+
+@case
+def bound_method() -> Case:
+    doubler = Doubler()
+    return doubler.run, lambda: setattr(doubler, "flag", False)
+
+
+@case
+def object_that_can_be_called() -> Case:
+    doubler = Doubler()
+    return doubler, lambda: setattr(doubler, "flag", False)
+
+
+@case
+def partial() -> Case:
+    doubler = Doubler()
+    return functools.partial(with_options, doubler), lambda: setattr(doubler, "flag", False)
+
+
+@case
+def partial_in_a_variable() -> Case:
+    doubler = Doubler()
+    function = functools.partial(with_options, options=doubler)
+    return lambda x: function(x=x), lambda: setattr(doubler, "flag", False)
+
+
+@case
+def wrapped_function() -> Case:
+    doubler = Doubler()
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(x: torch.Tensor) -> torch.Tensor:
+            return function(x) if doubler.flag else function(x) * 2
+
+        return wrapper
+
+    return decorate(lambda x: x + 1), lambda: setattr(doubler, "flag", False)
+
+
+@case
+def module() -> Case:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Softmax(0)).to("lazy")
+    return model, lambda: model.eval()
+
+
+@case
+def default_of_an_argument() -> Case:
+    def function(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return x * scale
+
+    return function, lambda: setattr(function, "__defaults__", (3.0,))
+
+
+@case
+def code_of_a_function() -> Case:
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    return lambda x: called(x), lambda: setattr(called, "__code__", other.__code__)
+
+
+# -- state in other shapes ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float = 2.0
+
+
+@case
+def attribute_in_slots() -> Case:
+    slots = Slots()
+    return lambda x: x * slots.scale, lambda: setattr(slots, "scale", 3.0)
+
+
+@case
+def numpy_array() -> Case:
+    array = np.full(3, 2.0, dtype=np.float32)
+    return lambda x: x * torch.from_numpy(array).to("lazy"), lambda: array.fill(3.0)
+
+
+@case
+def numpy_number() -> Case:
+    numbers = types.SimpleNamespace(scale=np.float64(2.0))
+    return lambda x: x * float(numbers.scale), lambda: setattr(numbers, "scale", np.float64(3.0))
+
+
+@case
+def complex_number() -> Case:
+    numbers = types.SimpleNamespace(scale=2 + 1j)
+    return lambda x: x * numbers.scale.real, lambda: setattr(numbers, "scale", 3 + 1j)
+
+
+@case
+def array_of_bytes() -> Case:
+    numbers = bytearray([2])
+    return lambda x: x * numbers[0], lambda: numbers.__setitem__(0, 3)
+
+
+@case
+def tensor_that_numpy_writes() -> Case:
+    array = np.full(3, 2.0, dtype=np.float32)
+    tensor = torch.from_numpy(array)
+    return lambda x: x * tensor.to("lazy"), lambda: array.fill(3.0)
+
+
+@case
+def object_behind_a_weak_reference() -> Case:
+    doubler = Doubler()
+    reference = weakref.ref(doubler)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        there = reference()
+        assert there is not None
+        return there(x)
+
+    return function, lambda: setattr(doubler, "flag", False)
+
+
+@case
+def child_of_an_empty_module() -> Case:
+    model = nn.Sequential().to("lazy")
+    return lambda x: model(x) + 0, lambda: model.append(nn.Softmax(0))
+
+
+@case
+def buffer_that_is_added() -> Case:
+    model = nn.Identity().to("lazy")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * (3 if dict(model.named_buffers()) else 2)
+
+    return function, lambda: model.register_buffer("scale", torch.ones(1, device="lazy"))
+
+
+# -- hooks --------------------------------------------------------------------------------------------
+
+
+def linear() -> tuple[nn.Linear, Function]:
+    model = nn.Linear(3, 1).to("lazy")
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad + 0
+
+    return model, gradient
+
+
+@case
+def forward_hook_is_replaced() -> Case:
+    model = nn.Identity().to("lazy")
+    first = model.register_forward_hook(lambda module, args, out: out * 2)
+
+    def change() -> None:
+        first.remove()
+        model.register_forward_hook(lambda module, args, out: out * 3)
+
+    return lambda x: model(x) + 0, change
+
+
+@case
+def global_used_in_a_hook() -> Case:
+    model = nn.Identity().to("lazy")
+    model.register_forward_hook(lambda module, args, out: through_a_global(out))
+    return lambda x: model(x) + 0, lambda: globals().update(flag=False)
+
+
+@case
+def hook_of_all_modules() -> Case:
+    model = nn.Identity().to("lazy")
+
+    def change() -> None:
+        hooks.append(nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 3))
+
+    return lambda x: model(x) + 0, change
+
+
+@case
+def hook_of_a_parameter() -> Case:
+    model, gradient = linear()
+    return gradient, lambda: model.weight.register_hook(lambda grad: grad * 3)
+
+
+@case
+def hook_of_a_parameter_is_replaced() -> Case:
+    model, gradient = linear()
+    first = model.weight.register_hook(lambda grad: grad * 2)
+
+    def change() -> None:
+        first.remove()
+        model.weight.register_hook(lambda grad: grad * 3)
+
+    return gradient, change
+
+
+@case
+def hook_after_accumulation() -> Case:
+    model, gradient = linear()
+
+    def triple(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(3)
+
+    return gradient, lambda: model.weight.register_post_accumulate_grad_hook(triple)
+
+
+@case
+def full_backward_hook() -> Case:
+    first, second = nn.Linear(3, 3).to("lazy"), nn.Linear(3, 1).to("lazy")
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        first.zero_grad()
+        second.zero_grad()
+        second(first(x)).sum().backward()
+        assert first.weight.grad is not None
+        return first.weight.grad + 0
+
+    return gradient, lambda: second.register_full_backward_hook(lambda m, ins, outs: (ins[0] * 3,))
+
+
+@case
+def hook_of_an_optimizer() -> Case:
+    model = nn.Linear(3, 1, bias=False).to("lazy")
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model.weight.detach() + 0
+
+    return step, lambda: optimizer.register_step_post_hook(lambda o, a, k: model.weight.data.fill_(3.0))
+
+
+# -- modes --------------------------------------------------------------------------------------------
+
+hooks: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    before = {name: globals()[name] for name in ("activation", "helper", "network", "flag")}
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    yield
+    globals().update(before)
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+    sys.modules.pop("users_other_settings", None)
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)
+
+
+@case
+def gradients_off() -> Case:
+    weight = torch.ones(3, device="lazy", requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (x * weight).sum()
+        return torch.ones(1, device="lazy") * (2.0 if y.requires_grad else 3.0)
+
+    return function, lambda: torch.set_grad_enabled(False)
+
+
+@case
+def default_dtype() -> Case:
+    return lambda x: torch.ones(3, device="lazy") / 3 + x, lambda: torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_change_is_noticed(name: str) -> None:
+    function, change = CASES[name]()
+    captured = lazystep.step(function, audit_every=0)  # type: ignore[call-overload]
+    x = torch.linspace(-1, 1, 3)
+
+    def compare() -> list[float]:
+        torch.manual_seed(1)
+        got = captured(x.clone())
+        torch.manual_seed(1)
+        want = function(x.clone().to("lazy"))
+        assert got.dtype == want.dtype
+        assert got.tolist() == want.tolist()
+        return want.tolist()
+
+    before = [compare() for _ in range(5)][-1]
+    assert captured.num_replayed > 0, captured.explain()
+    change()
+    after = [compare() for _ in range(5)][-1]
+    assert before != after, "the change changes nothing: this test would not see it ignored"
+
+
+def test_attribute_that_the_step_does_not_use_may_change() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.scale = 2.0
+            self.num_steps = 0
+            self.last: Any = None
+
+        @lazystep.step(audit_every=0, fullgraph=True)
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    trainer = Trainer()
+    for _ in range(8):
+        trainer.last = {"out": trainer.step(torch.ones(1)).item()}
+        trainer.num_steps += 1
+        assert trainer.last == {"out": 2.0}
+    assert trainer.step.num_replayed == 6
+
+
+def test_array_that_is_too_large_to_be_compared_is_refused() -> None:
+    array = np.ones(1 << 20, dtype=np.float32)
+
+    @lazystep.step
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(array).to("lazy").sum()
+
+    with pytest.warns(lazystep.LazyStepWarning, match="NumPy array .*pass it as an argument"):
+        for number in range(4):
+            array[0] = number
+            assert total(torch.zeros(1)).item() == array.sum()
+    assert total.num_replayed == 0
+
+
+def test_iterator_is_not_frozen() -> None:
+    factors = iter([2.0, 2.0, 2.0, 3.0, 4.0])
+
+    @lazystep.step(audit_every=0)
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * next(factors)
+
+    with pytest.warns(lazystep.LazyStepWarning, match="an iterator, .*pass what you get"):
+        assert [scaled(torch.ones(1)).item() for _ in range(5)] == [2, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()], ids=["random", "numpy"])
+def test_numbers_drawn_by_python_are_not_frozen(draw: Callable[[], float]) -> None:
+    random.seed(0)
+    np.random.seed(0)
+
+    @lazystep.step(audit_every=0)
+    def sometimes(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if draw() < 0.9 else x * 3
+
+    with pytest.warns(lazystep.LazyStepWarning, match="draws random numbers"):
+        drawn = [sometimes(torch.ones(1)).item() for _ in range(100)]
+    assert 3.0 in drawn
+    assert sometimes.num_replayed == 0
