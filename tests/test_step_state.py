@@ -164,3 +164,19 @@ def test_kept_constant_is_not_one_tensor_for_all_replays() -> None:
     with pytest.warns(lazystep.LazyStepWarning, match="in 'total' it keeps a tensor that"):
         got = [step(torch.full((2,), float(n))).item() for n in range(NUM_CALLS)]
     assert got == [2.0 + 2 * n for n in range(NUM_CALLS)]
+
+
+def test_state_of_another_type_is_not_replayed_at_the_second_call_either() -> None:
+    weight = nn.Parameter(torch.ones(2).to("lazy"))
+
+    @lazystep.step(audit_every=0)
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).sum().detach()
+
+    for _ in range(4):
+        assert scaled(torch.ones(2)).item() == 2
+    weight.data = torch.full((2, 2), 3.0).to("lazy")
+    for _ in range(6):
+        assert scaled(torch.ones(2)).item() == 12
+    weight.data = torch.ones(2).to("lazy")
+    assert scaled(torch.ones(2)).item() == 2

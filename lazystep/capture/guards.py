@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..record.device import gradient_flags
 from .ambient import hooks_of_tensors, modes
 from .reach import Reach
 
@@ -76,12 +77,11 @@ class Guards:
         return objects
 
     def _read_flags(self) -> list[Any]:
-        parameters = self._reach.parameters
-        flags: list[Any] = [p.requires_grad for p in parameters]
-        flags += [p.grad is None for p in parameters]
-        hooks = hooks_of_tensors(parameters)
-        if hooks or any(self._reach.hooks):
-            flags += map(tuple, [*hooks, *self._reach.hooks])  # each hook has a number of its own
+        flags: list[Any] = [gradient_flags(self._reach.parameters)]
+        if any(self._reach.hooks):
+            flags += map(tuple, self._reach.hooks)  # each hook has a number of its own
+        if max(flags[0], default=0) >= 4:
+            flags += map(tuple, hooks_of_tensors(self._reach.parameters))
         return flags
 
     def _read_groups(self) -> list[Any]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..barrier import runtime
-from ..record.device import find_handle, find_handles, wrap
+from ..record.device import find_handle, find_handles, have_handles, wrap
 from ..record.handle import Handle, Storage, handle_of_host_tensor
 from ..step_closures import Added, DeviceContext
 from .places import Place
@@ -188,7 +188,8 @@ class Replay:
                     lasting.pop()
         self._state_positions = [n for n, _, _ in self._items] + [n for n, _ in self._slots]
         self._storages = self._storage_pattern(lasting)
-        self._last_state: list[Any] = []
+        self._last_state: list[Any] = []  # of the inputs that are state, and
+        self._last_handles: list[Any] = []  # by position, with constants; nothing before the first replay
         self._state_storages: set[Storage] = set()
 
     def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
@@ -384,21 +385,15 @@ class Replay:
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The handles of all inputs, fresh ones left out; None if they are not of the captured types."""
-        handles: list[Any] = [None] * len(self._types)
         try:
             tensors = [container[key] for _, container, key in self._items]
         except (KeyError, IndexError):
             return None  # a place that is gone
         tensors += [place.get() for _, place in self._slots]
-        state = find_handles(tensors)
-        if None in state:
+        is_same_state = bool(self._last_handles) and have_handles(tensors, self._last_state)
+        handles = self._last_handles.copy() if is_same_state else self._read_state(tensors)
+        if handles is None:
             return None  # a place that holds no lazy tensor any more
-        for position, handle in zip(self._state_positions, state, strict=True):
-            handles[position] = handle
-        for position, handle in self._constants:
-            handles[position] = handle
-        is_same_state = handles == self._last_state
-        self._last_state = list(handles)
         for position, number in self._arguments:
             handles[position] = find_handle(leaves[number])
         if not (is_same_state and self._arguments_are_apart(handles)):
@@ -407,7 +402,24 @@ class Replay:
                 return None
             if self._storage_pattern([h for h in handles if h is not None]) != self._storages:
                 return None
-            self._state_storages = {h.storage for h in self._last_state if h is not None}
+            # Only now: what was refused must be refused again.
+            self._last_state = [handles[position] for position in self._state_positions]
+            self._last_handles = handles.copy()
+            for position, _ in self._arguments:
+                self._last_handles[position] = None
+            self._state_storages = {h.storage for h in self._last_handles if h is not None}
+        return handles
+
+    def _read_state(self, tensors: list[Any]) -> list[Any] | None:
+        """The handles of state and constants, by position; None if one of these is no lazy tensor."""
+        state = find_handles(tensors)
+        if None in state:
+            return None
+        handles: list[Any] = [None] * len(self._types)
+        for position, handle in zip(self._state_positions, state, strict=True):
+            handles[position] = handle
+        for position, handle in self._constants:
+            handles[position] = handle
         return handles
 
     def _arguments_are_apart(self, handles: list[Any]) -> bool:

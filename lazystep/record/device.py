@@ -22,7 +22,7 @@ from .native import load as load_native
 from .python import dispatch as python_front_end
 from .python import patches
 from .python.facade import on_facades
-from .python.tensor import find_handle, find_handles, is_lazy, wrap
+from .python.tensor import find_handle, find_handles, gradient_flags, have_handles, is_lazy, wrap
 from .recorder import Recorder
 from .source import user_line
 
@@ -30,6 +30,8 @@ __all__ = [
     "find_handle",
     "find_handles",
     "fork_error",
+    "gradient_flags",
+    "have_handles",
     "is_lazy",
     "make_recorder",
     "refuse_in_forked_child",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,26 @@ def find_handles(objects: list[Any]) -> list[Handle | None]:
     handles: list[Handle | None] = _native.handles_of(objects)
     # A native sparse tensor is of the Python class.
     return [find_handle(obj) for obj in objects] if None in handles else handles
+
+
+def have_handles(objects: list[Any], handles: list[Handle]) -> bool:
+    """Whether these are lazy tensors with just these handles."""
+    if _native is None:
+        return find_handles(objects) == handles
+    return bool(_native.have_handles(objects, handles))
+
+
+def gradient_flags(tensors: Sequence[torch.Tensor]) -> bytes:
+    """For each tensor what there is to know about its gradient: wanted (1), there (2), hooks (4 and 8)."""
+    if _native is None:
+        return bytes(map(_gradient_flag, tensors))
+    flags: bytes = _native.gradient_flags(tensors)
+    return flags
+
+
+def _gradient_flag(tensor: torch.Tensor) -> int:
+    hooks = (tensor._backward_hooks is not None) << 2 | (tensor._post_accumulate_grad_hooks is not None) << 3
+    return tensor.requires_grad | (tensor.grad is not None) << 1 | hooks
 
 
 def handle_of(tensor: torch.Tensor) -> Handle:

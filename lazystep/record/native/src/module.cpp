@@ -426,6 +426,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     }
     return handles;
   });
+  module.def("have_handles", [](const py::list& objects, const py::list& handles) {
+    if (objects.size() != handles.size()) return false;
+    for (size_t i = 0; i < objects.size(); ++i) {
+      LazyImpl* lazy = lazy_impl(objects[i]);
+      if (lazy == nullptr || lazy->value().get() != py::cast<Value*>(handles[i])) return false;
+    }
+    return true;
+  });
+  module.def("gradient_flags", [](const py::list& tensors) {
+    std::string flags(tensors.size(), 0);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor& tensor = THPVariable_Unpack(tensors[i].ptr());
+      flags[i] = static_cast<char>(
+          tensor.requires_grad() | (tensor.grad().defined() << 1) |
+          (!torch::autograd::impl::hooks(tensor).empty() << 2) |
+          ((torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) << 3));
+    }
+    return py::bytes(flags);
+  });
   module.def("is_lazy", [](py::handle object) { return lazy_impl(object) != nullptr; });
   module.def("wrap", [](Ptr<Value> value) { return make_tensor(std::move(value)); });
   module.def("retype", [](py::handle tensor, Ptr<Value> value) { lazy_impl(tensor)->retype(std::move(value)); });
