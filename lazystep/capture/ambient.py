@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.utils._device import DeviceContext
 
 Hooks = dict[int, Any]
 
 # An attribute of a module that belongs to torch, not to whoever wrote the module.
 FIELDS_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+FIELDS_OF_OPTIMIZERS = frozenset(torch.optim.Optimizer([torch.zeros(())], {}).__dict__)
 
 
 def hooks_of_module(module: nn.Module) -> list[Hooks]:
@@ -52,6 +54,7 @@ def hooks_of_tensors(tensors: Sequence[torch.Tensor]) -> list[Hooks]:
 def modes() -> tuple[Any, ...]:
     """Everything that makes torch do something else with the same call."""
     c = torch._C
+    stack = map(c._get_function_stack_at, range(c._len_torch_function_stack()))
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -59,6 +62,8 @@ def modes() -> tuple[Any, ...]:
         torch.get_autocast_dtype("cpu"),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        *map(c._get_function_stack_at, range(c._len_torch_function_stack())),
+        c._autograd._top_saved_tensors_default_hooks(True),
+        # `with torch.device(...)` is another object each time.
+        *(mode.device if isinstance(mode, DeviceContext) else mode for mode in stack),
         *map(c._get_dispatch_stack_at, range(c._len_torch_dispatch_stack())),
     )

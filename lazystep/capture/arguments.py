@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..program.types import TensorType
 from ..record.device import find_handle
+from ..record.handle import Handle
 
 # How leaves become arguments again: their number where there is nothing else to it, else a tree's shape.
 Structure = int | pytree.TreeSpec
@@ -47,14 +48,18 @@ def put_together(leaves: list[Any], structure: Structure) -> tuple[Sequence[Any]
 
 def kind_of(leaves: Sequence[Any], structure: Structure) -> Kind:
     """What has to be the same for two calls to share captures. Hashable."""
+    handles = [find_handle(leaf) for leaf in leaves]
     first: dict[int, int] = {}
-    return structure, *(_kind(leaf, first.setdefault(id(leaf), n)) for n, leaf in enumerate(leaves))
+    same = [
+        first.setdefault(id(handle or leaf), n)
+        for n, (handle, leaf) in enumerate(zip(handles, leaves, strict=True))
+    ]
+    return structure, *map(_kind, leaves, handles, same)
 
 
-def _kind(leaf: Any, first: int) -> Hashable:
-    """`first`: the number of the first leaf that is the same object."""
+def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
+    """`first`: the number of the first leaf that is the same object, or another tensor for its value."""
     if isinstance(leaf, torch.Tensor):
-        handle = find_handle(leaf)
         return None if handle is None else handle.type, leaf.requires_grad, first
     if type(leaf) is float:
         return (float,)

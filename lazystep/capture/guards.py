@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import itertools
 import operator
 import pickle
+import random
 from collections.abc import Collection
 from typing import Any
 
@@ -35,6 +37,9 @@ class Guards:
             and value.device.type == "cpu"
             and id(value) not in host_state
         ]
+        self._counts = [
+            (place.container, place.key) for place in reach.tensors if id(place.get()) in host_state
+        ]
         # Items first, which are read most quickly.
         known = [(place, False) for place in reach.simple] + [(place, True) for place in reach.held]
         known.sort(key=lambda one: one[0].kind != "item")
@@ -48,7 +53,7 @@ class Guards:
         self._modes = modes()
         self._values = self._read_values()
         self._tuples = self._read_tuples()
-        self._sizes = list(map(len, reach.sizes))
+        self._sizes = self._read_sizes()
         self._num_fields = list(map(len, reach.fields))
         self._contents = self._read_contents()
         self._objects = self._read_objects()
@@ -64,6 +69,10 @@ class Guards:
         tuples = [place.get() for place in self._reach.tuples]
         return [(type(value), len(value) if isinstance(value, tuple) else 0) for value in tuples]
 
+    def _read_sizes(self) -> list[Any]:
+        # Of a dict its keys, in their order: code goes over them.
+        return [list(c) if isinstance(c, dict) else len(c) for c in self._reach.sizes]
+
     def _read_contents(self) -> list[Any]:
         return list(map(_contents_of, self._reach.contents))
 
@@ -72,8 +81,12 @@ class Guards:
         objects: list[Any] = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
         for optimizer in self._reach.optimizers:
             objects.append(optimizer.state)
+            objects += optimizer.state.values()
             for group in optimizer.param_groups:
                 objects += group["params"]
+        if self._reach.held_groups:
+            objects += [group for optimizer in self._reach.optimizers for group in optimizer.param_groups]
+        objects += [container[key] for container, key in self._counts]
         return objects
 
     def _read_flags(self) -> list[Any]:
@@ -98,7 +111,7 @@ class Guards:
 
     def _read_random(self) -> list[Any]:
         return [np.random.get_state()[1].tobytes(), np.random.get_state()[2:]] + [  # type: ignore[index]
-            _state_of_generator(generator) for generator in self._reach.generators
+            _state_of_generator(g) for g in self._reach.generators if not isinstance(g, torch.Generator)
         ]
 
     def hold(self) -> bool:
@@ -110,7 +123,7 @@ class Guards:
                 and self._hold_values()
                 and self._read_flags() == self._flags
                 and self._read_groups() == self._groups
-                and list(map(len, self._reach.sizes)) == self._sizes
+                and self._read_sizes() == self._sizes
                 and list(map(len, self._reach.fields)) == self._num_fields
                 and self._read_tuples() == self._tuples
                 and (not self._reach.contents or self._read_contents() == self._contents)
@@ -156,12 +169,13 @@ class Guards:
             if before is not None and not _is_same(before, after, is_held):
                 change = _describe_change(before, after, is_held)
                 return f"it changes {place.name} {change}, which a replay would not"
-        for container, before in zip(self._reach.sizes, self._sizes, strict=True):
-            if len(container) != before:
-                sizes = f"from {before} to {len(container)}"
-                return (
-                    f"it changes the length of a {type(container).__name__} {sizes}, which a replay would not"
-                )
+        for container, before, after in zip(self._reach.sizes, self._sizes, self._read_sizes(), strict=True):
+            if before != after:
+                kind = type(container).__name__
+                if isinstance(before, list):
+                    before, after = len(before), len(after)
+                what = f"the length of a {kind} from {before} to {after}" if before != after else f"a {kind}"
+                return f"it changes {what}, which a replay would not"
         pairs = zip(self._reach.contents, self._contents, self._read_contents(), strict=True)
         for container, before, after in pairs:
             if before != after:
@@ -184,10 +198,14 @@ class _Version:
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
-        self.number = getattr(tensor, "_version", None)
+        self.number = self.contents = None
+        if not isinstance(tensor, torch.Tensor):
+            return
+        if not tensor.is_inference():
+            self.number = tensor._version
         # NumPy, `.data` and other processes write without counting: a small one is compared as a whole.
-        is_small = isinstance(tensor, torch.Tensor) and tensor.nbytes <= _MAX_COMPARED
-        self.contents = _bytes_of(tensor) if is_small and tensor.layout == torch.strided else b""
+        if tensor.layout == torch.strided and (tensor.nbytes <= _MAX_COMPARED or tensor.is_inference()):
+            self.contents = _bytes_of(tensor)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -201,7 +219,8 @@ class _Version:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:
@@ -209,8 +228,12 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _is_same(a: Any, b: Any, is_held: bool) -> bool:
-    # 1 and 1.0 are equal, but not to an op.
-    return a is b or (not is_held and type(a) is type(b) and bool(a == b))
+    return a is b or (not is_held and _types_of(a) == _types_of(b) and bool(a == b))
+
+
+def _types_of(value: Any) -> Any:
+    """1 and 1.0 are equal, but not to an op."""
+    return [tuple, *map(_types_of, value)] if type(value) is tuple else type(value)
 
 
 def _describe_change(before: Any, after: Any, is_held: bool) -> str:
@@ -222,6 +245,8 @@ def _describe_change(before: Any, after: Any, is_held: bool) -> str:
 def _contents_of(container: Any) -> Any:
     if isinstance(container, np.ndarray):
         return container.dtype, container.shape, container.tobytes()
+    if isinstance(container, array.array):
+        return container.tobytes()
     return bytes(container) if isinstance(container, bytearray) else frozenset(container)
 
 
@@ -230,7 +255,7 @@ def _state_of_generator(generator: Any) -> Any:
         return pickle.dumps(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return pickle.dumps(generator.get_state())
-    return generator.getstate()
+    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
 
 
 def _is_traced_kind(value: Any) -> bool:

@@ -13,7 +13,7 @@ class Place(NamedTuple):
 
     container: Any
     key: Any
-    kind: str  # "item", "cell", "attribute", "grad" or "element"
+    kind: str  # "item", "cell", "attribute", "context", "grad" or "element"
 
     def get(self) -> Any:
         """What is there now; None if the slot is gone."""
@@ -26,6 +26,8 @@ class Place(NamedTuple):
             return self.container.grad
         if self.kind == "attribute":
             return getattr(self.container, self.key, None)
+        if self.kind == "context":
+            return self.container.get(None)
         if self.kind == "element":
             elements = self.container.get()
             is_there = isinstance(elements, tuple) and self.key < len(elements)
@@ -43,6 +45,8 @@ class Place(NamedTuple):
             self.container.grad = value
         elif self.kind == "attribute":
             setattr(self.container, self.key, value)
+        elif self.kind == "context":
+            self.container.set(value)
         elif self.kind == "element":
             old = self.container.get()
             elements = [*old[: self.key], value, *old[self.key + 1 :]]

@@ -8,10 +8,15 @@ until nothing new is found. What no code names is not the step's: a trainer may 
 from __future__ import annotations
 
 import argparse
+import array
+import contextvars
 import functools
+import inspect
 import logging
+import operator
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -24,6 +29,7 @@ from torch import nn
 
 from .ambient import (
     FIELDS_OF_MODULES,
+    FIELDS_OF_OPTIMIZERS,
     Hooks,
     hooks_of_all,
     hooks_of_module,
@@ -34,18 +40,23 @@ from .places import Place
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # What a step function can reach through these is not its state.
-_OPAQUE = (types.BuiltinFunctionType, torch.Size, torch.Generator, logging.Logger)
+_OPAQUE = (types.BuiltinFunctionType, torch.Size, logging.Logger)
 # Code of these changes no more, and what it names is its own.
 _WITHOUT_STATE = frozenset(("torch", "lazystep", "numpy", "builtins"))
 _FOREIGN = _WITHOUT_STATE | sys.stdlib_module_names
 _MAX_OBJECTS = 50_000
 _MAX_COMPARED = 1 << 20  # bytes of an array: larger ones would take longer than the step
-# Called by torch, so that no code of the step needs to name them.
+# Known to torch, so that no code of the step needs to name them.
 _IMPLICIT = ("forward", "backward", "setup_context", "training")
+# Classes of torch and Python whose own code reads no attribute that a subclass brings.
+_TRANSPARENT = (object, nn.Module, torch.optim.Optimizer, types.SimpleNamespace, argparse.Namespace)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # With one of these at hand an attribute needs not be named to be read.
 _DYNAMIC = frozenset(("getattr", "hasattr", "vars", "__dict__", "eval", "exec", "globals", "locals"))
 _DYNAMIC |= {"attrgetter", "asdict", "astuple", "fields", "copy", "deepcopy"}
-_NOT_OPERATORS = frozenset(("__init__", "__new__", "__repr__", "__str__", "__del__", "__reduce__"))
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+_NOT_OPERATORS = frozenset((*_CONSTRUCTORS, "__repr__", "__str__", "__del__", "__reduce__"))
+_NOT_OPERATORS |= {"__dict__", "__weakref__"}
 _dicts_of_classes: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -54,7 +65,7 @@ class _Namespace:
 
     def __init__(self, values: Mapping[str, Any], is_objects: bool, hidden: Collection[str] = ()) -> None:
         self.values = values
-        self.is_objects = is_objects  # whether code that looks at attributes without naming them may read it
+        self.is_objects = is_objects  # or a class's: code may look at attributes without naming them
         self.done: set[str] = set(hidden)  # names that have been read, or are not to be
 
 
@@ -77,11 +88,14 @@ class Reach:
         self.generators: list[Any] = [random]  # of random numbers, in Python
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.held_groups: list[Any] = []  # of optimizers, with values that are no numbers
         self.hooks: list[Hooks] = hooks_of_all()
         self.reason = ""  # why no replay can know whether something has changed
         self._names: set[str] = set(_IMPLICIT)
         self._namespaces: list[_Namespace] = []
         self._iterators: list[str] = []
+        self._called: set[type] = set()
+        self._leaves: list[torch.Tensor] = []
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # ids stay unique as long as their objects live
         self._walk(function)
@@ -90,20 +104,22 @@ class Reach:
         for hooks in hooks_of_all():
             self._walk_all(hooks.values())
         self._walk_namespaces()
-        self.parameters = list(
+        self.parameters: list[torch.Tensor] = list(
             {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}.values()
         )
         for optimizer in self.optimizers:
             known = {id(p) for p in self.parameters}
             for group in optimizer.param_groups:
                 self.parameters += [p for p in group["params"] if id(p) not in known]
+        known = {id(p) for p in self.parameters}
+        self.parameters += [leaf for leaf in self._leaves if id(leaf) not in known]
         for parameter in self.parameters:
             self.tensors.append(Place(parameter, None, "grad"))
         for hooks in hooks_of_tensors(self.parameters):
             self._walk_all(hooks.values())
         self._walk_namespaces()
         if self._iterators and "next" in self._names:
-            self.reason = self.reason or (
+            self._give_up(
                 f"it may take from {self._iterators[0]}, an iterator, which a replay would not; take from it "
                 "outside and pass what you get as an argument"
             )
@@ -122,13 +138,16 @@ class Reach:
         self.held += [Place(function, "__code__", "attribute"), Place(function, "__defaults__", "attribute")]
         self._walk_all(function.__defaults__ or ())
         self._items(function.__kwdefaults__ or {})
+        self._namespaces.append(_Namespace(function.__dict__, is_objects=True, hidden=("__wrapped__",)))
+        self._walk(function.__dict__.get("__wrapped__"))
         names = set(_names(code))
         self._names |= names
+        package = function.__globals__.get("__package__")
         for name in sorted(names):
             if name in function.__globals__:
                 self._slot(Place(function.__globals__, name, "item"))
-            elif name in sys.modules:  # imported inside
-                self._walk(sys.modules[name])
+            for module in (name, f"{package}.{name}"):  # imported inside
+                self._walk(sys.modules.get(module))
 
     def _walk_namespaces(self) -> None:
         """Read all namespaces by all names. What is found may bring further ones of both."""
@@ -144,17 +163,26 @@ class Reach:
                     self._slot(Place(namespace.values, name, "item"))
                     is_new = True
 
-    def _walk_class(self, kind: type) -> None:
+    def _walk_class(self, kind: type, is_called: bool = False) -> None:
+        """`is_called`: code has the class itself, and may make objects of it."""
+        foreign = [base for base in kind.__mro__ if base is not object and self._is_foreign(base.__module__)]
         for base in kind.__mro__:
-            if self._is_foreign(base.__module__) or self._is_seen(base):
+            if self._is_foreign(base.__module__):
                 continue
             # One object for all recordings: places of two are compared.
             values = _dicts_of_classes.setdefault(base, base.__dict__)
-            self._namespaces.append(_Namespace(values, is_objects=False))
+            if is_called and base not in self._called:
+                self._called.add(base)
+                for name in _CONSTRUCTORS:
+                    self._walk(values.get(name))
+            if self._is_seen(base):
+                continue
+            self._namespaces.append(_Namespace(values, is_objects=True, hidden=_NOT_OPERATORS))
             self.fields.append(values)
             for name, value in values.items():
-                is_function = isinstance(value, types.FunctionType)
-                if is_function and name.startswith("__") and name not in _NOT_OPERATORS:
+                # Operators, and what torch's or Python's own code calls.
+                is_method = isinstance(value, types.FunctionType) and name not in _NOT_OPERATORS
+                if is_method and (name.startswith("__") or any(hasattr(other, name) for other in foreign)):
                     self._slot(Place(values, name, "item"))
 
     # -- values --------------------------------------------------------------------------------------
@@ -163,6 +191,7 @@ class Reach:
         value = place.get()
         if isinstance(value, torch.Tensor) or value is None:
             self.tensors.append(place)
+            self._walk_tensor(value)
         if _is_simple(value):
             self.simple.append(place)
         elif isinstance(value, tuple):
@@ -175,7 +204,7 @@ class Reach:
 
     def _walk(self, value: Any, name: Any = None) -> None:
         if isinstance(value, type):
-            self._walk_class(value)
+            self._walk_class(value, is_called=True)
         if isinstance(value, (*_SIMPLE, *_OPAQUE, type, torch.Tensor)) or self._is_seen(value):
             return
         if isinstance(value, types.FunctionType):
@@ -198,42 +227,62 @@ class Reach:
             self._walk_optimizer(value)
         elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             self._walk(value.optimizer)
-        elif isinstance(value, (dict, list, deque)):
+        elif isinstance(value, (dict, list, deque, types.MappingProxyType)):
             self.sizes.append(value)
             self._items(value)
-        elif isinstance(value, (set, bytearray)):
+            self._walk_object(value)
+        elif isinstance(value, (set, bytearray, array.array)):
             self.contents.append(value)
             self._walk_all(value)
         elif isinstance(value, (tuple, frozenset)):
             self._walk_all(value)
         elif isinstance(value, np.ndarray):
-            if value.nbytes <= _MAX_COMPARED:
-                self.contents.append(value)
-            elif not isinstance(name, str) or name in self._names:
-                array = Place(None, name, "item").name
-                self.reason = self.reason or (
-                    f"it uses {array}, a NumPy array that is too large to be compared in each call; pass it "
-                    "as an argument"
-                )
-        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            self._walk_array(value, name)
+        elif isinstance(value, _GENERATORS):
             self.generators.append(value)
         elif isinstance(value, weakref.ref):
             self._walk(value())
+        elif isinstance(value, contextvars.ContextVar):
+            self._slot(Place(value, value.name, "context"))
+        elif isinstance(value, threading.local):
+            self._namespaces.append(_Namespace(value.__dict__, is_objects=True))
+        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            for path in value.__reduce__()[1]:
+                self._names.update(str(path).split("."))
         elif isinstance(value, Iterator):
             self._iterators.append(Place(None, name, "item").name)
-        elif hasattr(value, "__wrapped__"):  # a function with a cache, another step
-            self._walk(value.__wrapped__)
         else:
+            # Not `getattr`, which would run code of the user's. Of a function with a cache, another step.
+            self._walk(inspect.getattr_static(value, "__wrapped__", None))
             self._walk_object(value)
 
     def _walk_all(self, values: Any) -> None:
         for value in values:
             self._walk(value)
 
+    def _walk_array(self, value: Any, name: Any) -> None:
+        if value.nbytes <= _MAX_COMPARED:
+            self.contents.append(value)
+        elif not isinstance(name, str) or name in self._names:
+            array_name = Place(None, name, "item").name
+            self._give_up(
+                f"it uses {array_name}, a NumPy array that is too large to be compared in each call; pass it "
+                "as an argument"
+            )
+
+    def _walk_tensor(self, tensor: Any) -> None:
+        if tensor is None or self._is_seen(tensor):
+            return
+        if tensor.is_leaf and tensor.requires_grad:
+            self._leaves.append(tensor)
+        if tensor.__dict__:
+            # Only what is named: the Python front end's tensors keep their handles there.
+            self._namespaces.append(_Namespace(tensor.__dict__, is_objects=False))
+
     def _walk_object(self, value: Any) -> None:
         kind = type(value)
         home = kind.__module__.partition(".")[0]
-        if home in _WITHOUT_STATE or (home.startswith("_") and home != "__main__"):
+        if home in _WITHOUT_STATE or (home.startswith("_") and home in sys.stdlib_module_names):
             return
         self._walk_class(kind)
         for base in kind.__mro__:
@@ -247,17 +296,16 @@ class Reach:
     def _walk_fields(self, value: Any, fields: dict[str, Any], hidden: Collection[str]) -> None:
         """The attributes of an object: those that are named, or all if code that can't be seen reads them."""
         self.fields.append(fields)
-        has_seen_code = all(
-            base in (object, nn.Module, types.SimpleNamespace, argparse.Namespace)
-            or not self._is_foreign(base.__module__)
-            for base in type(value).__mro__
+        namespace = _Namespace(fields, is_objects=True, hidden=hidden)
+        self._namespaces.append(namespace)
+        has_unseen_code = any(
+            base not in _TRANSPARENT and self._is_foreign(base.__module__) for base in type(value).__mro__
         )
-        if has_seen_code:
-            self._namespaces.append(_Namespace(fields, is_objects=True, hidden=hidden))
-            return
-        for name in sorted(fields.keys() - hidden):
-            if not (hidden and name.startswith("_")):
-                self._slot(Place(fields, name, "item"))
+        if has_unseen_code:
+            for name in sorted(fields.keys() - namespace.done):
+                if not (hidden and name.startswith("_")):
+                    namespace.done.add(name)
+                    self._slot(Place(fields, name, "item"))
 
     def _walk_module(self, module: nn.Module) -> None:
         self.modules.append(module)
@@ -277,13 +325,24 @@ class Reach:
         self.optimizers.append(optimizer)
         for state in optimizer.state.values():
             self._items(state)
+        for group in optimizer.param_groups:
+            for key, value in group.items():
+                if key != "params" and not _is_simple(value):
+                    self.held_groups.append(group)  # a schedule writes into it, a loaded one replaces it
+                    self._slot(Place(group, key, "item"))
         for hooks in hooks_of_optimizer(optimizer):
             self.hooks.append(hooks)
             self._walk_all(hooks.values())
         self._walk_class(type(optimizer))
+        if not self._is_foreign(type(optimizer).__module__):
+            self._walk_fields(optimizer, optimizer.__dict__, FIELDS_OF_OPTIMIZERS)
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = self.reason or reason
 
     def _items(self, container: Any) -> None:
-        keys = list(container) if isinstance(container, dict) else range(len(container))
+        is_mapping = isinstance(container, (dict, types.MappingProxyType))
+        keys = list(container) if is_mapping else range(len(container))
         for key in keys:
             self._slot(Place(container, key, "item"))
 
@@ -293,7 +352,10 @@ class Reach:
         return package in _FOREIGN or (package != self._package and _is_installed(package))
 
     def _is_seen(self, value: Any) -> bool:
-        if id(value) in self._seen or len(self._seen) > _MAX_OBJECTS:
+        if id(value) in self._seen:
+            return True
+        if len(self._seen) > _MAX_OBJECTS:
+            self._give_up(f"it can reach more than {_MAX_OBJECTS} objects; pass what it needs as arguments")
             return True
         self._seen.add(id(value))
         self._kept.append(value)
@@ -301,11 +363,14 @@ class Reach:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function may use, those of functions defined inside it too."""
+    """Names that a function may use, also as strings, and those of functions defined inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+        for word in constant if isinstance(constant, tuple) else (constant,):
+            if isinstance(word, str) and word.isidentifier():
+                yield word
 
 
 def _is_simple(value: Any) -> bool:

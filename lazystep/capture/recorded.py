@@ -10,8 +10,8 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import CodeType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -120,11 +120,19 @@ class RecordedCall:
         args, kwargs = put_together(traced, structure)
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
         stream = torch.get_rng_state()
+        own = [g for g in self.reach.generators if isinstance(g, torch.Generator) and g.device.type == "cpu"]
+        streams = [(g, g.get_state()) for g in own]
         recorder.draws, context.log = self.draws, self.added
         runtime.on_cut = self._on_cut
         try:
-            with traced_math(), self._traced_groups(), self._traced_state(), Pins(self.host_state):
+            with (
+                traced_math(self.reach.held),
+                self._traced_groups(),
+                self._traced_state(),
+                Pins(self.host_state),
+            ):
                 self.result = self._function(*args, **kwargs)
+            self._untag()
             for reason, line, count in metrics.synchronizations():
                 if count > waits_before.get((reason, line), 0):
                     way_out = "read it after the call, or in a closure"
@@ -132,7 +140,7 @@ class RecordedCall:
             if self._cuts:
                 self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
             self._settle()
-            if not self.reason and not self._draws_explain(stream):
+            if not self.reason and not self._draws_explain(stream, streams):
                 self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
             runtime.flush(context)
             if self.program is None:
@@ -243,23 +251,38 @@ class RecordedCall:
                     f"it changes the optimizer's {self.host_state[key].name[-1]!r} in an unknown way"
                 )
         self.result_leaves, self.result_spec = pytree.tree_flatten(self.result)
+        if any(type(leaf) is Traced for leaf in self.result_leaves):
+            self.result = pytree.tree_unflatten(map(true_value, self.result_leaves), self.result_spec)
         self._is_settled = True
 
-    def _draws_explain(self, stream: torch.Tensor) -> bool:
-        """Whether the draws that a replay repeats move the generator from `stream` to where it is now."""
-        now = torch.get_rng_state()
-        if not self.draws:
-            return torch.equal(stream, now)
+    def _untag(self) -> None:
+        """Put true numbers where the call has left traced ones, whose doubles are nobody else's business."""
+        for container in [*self.reach.sizes, *self.reach.fields]:
+            is_mapping = isinstance(container, Mapping)
+            for key, value in list(container.items() if is_mapping else enumerate(container)):
+                if type(value) is Traced and not isinstance(container, MappingProxyType):
+                    container[key] = value.pin()
+        for place in [*self.reach.simple, *self.reach.tensors, *self.reach.held]:
+            if type(value := place.get()) is Traced:
+                place.set(value.pin())
+
+    def _draws_explain(
+        self, stream: torch.Tensor, streams: Sequence[tuple[torch.Generator, torch.Tensor]]
+    ) -> bool:
+        """Whether the draws that a replay repeats move all generators from there to where they are now."""
         others = {id(d.generator): d.generator for d in self.draws if d.generator is not None}
-        states = [(generator, generator.get_state()) for generator in others.values()]
-        torch.set_rng_state(stream)
+        known = {id(generator) for generator, _ in streams}
+        now = [(torch.default_generator, torch.get_rng_state())]
+        now += [(generator, generator.get_state()) for generator, _ in streams]
+        kept = now + [(g, g.get_state()) for key, g in others.items() if key not in known]
         try:
+            for generator, state in [(torch.default_generator, stream), *streams]:
+                generator.set_state(state)
             for draw in self.draws:
                 draw.again()
-            return torch.equal(torch.get_rng_state(), now)
+            return all(torch.equal(generator.get_state(), state) for generator, state in now)
         finally:
-            torch.set_rng_state(now)
-            for generator, state in states:
+            for generator, state in kept:
                 generator.set_state(state)
 
     def owned_handles(self) -> set[Handle]:

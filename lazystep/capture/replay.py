@@ -163,9 +163,17 @@ class Replay:
         for place, value in zip(call.reach.tensors, call.before, strict=True):
             if (handle := find_handle(value)) is not None:
                 places.setdefault(handle, place)
+        # Where else the same value was: the step may read it there, so that has to stay one value.
+        self._twins: list[tuple[int, Place]] = []
+        twins: dict[Handle, list[Place]] = {}
+        for place, value in zip(call.reach.tensors, call.before, strict=True):
+            handle = find_handle(value)
+            if handle is not None and (handle in arguments or places[handle] is not place):
+                twins.setdefault(handle, []).append(place)
         lasting = []
         for position, now in enumerate(call.program.inputs):
             lasting.append(now)
+            self._twins += [(position, place) for place in twins.get(now, ())]
             if now in arguments:
                 self._arguments.append((position, arguments[now]))
             elif now in places:
@@ -340,7 +348,10 @@ class Replay:
     def predict(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The scalars that a replay would have, without moving anything on."""
         before = [number[0] for number in self._host_state]
-        numbers = self._evaluate(leaves)
+        try:
+            numbers = self._evaluate(leaves)
+        except (ArithmeticError, ValueError):
+            numbers = None
         for number, value in zip(self._host_state, before, strict=True):
             number[0] = value
         return None if numbers is None else numbers[: len(self._program.scalars)]
@@ -356,7 +367,10 @@ class Replay:
             return False, None
         # Before anything moves on: a wait that fails loses nothing.
         runtime.executor.wait_for_room()
-        numbers = self._evaluate(leaves)
+        try:
+            numbers = self._evaluate(leaves)
+        except (ArithmeticError, ValueError):
+            return False, None  # the function may have an answer to that
         if numbers is None:
             return False, None
         for position, make in self._fresh:
@@ -396,6 +410,9 @@ class Replay:
             return None  # a place that holds no lazy tensor any more
         for position, number in self._arguments:
             handles[position] = find_handle(leaves[number])
+        for position, place in self._twins:
+            if find_handle(place.get()) != handles[position]:
+                return None
         if not (is_same_state and self._arguments_are_apart(handles)):
             types = zip(handles, self._types, strict=True)
             if any(handle is not None and handle.type is not type_ for handle, type_ in types):

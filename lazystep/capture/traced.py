@@ -18,6 +18,7 @@ import math
 import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..record.device import is_lazy
+from .places import Place
 
 Expression = Any  # a float, or a tuple: ("name", ...) of a source, ("+", left, right), ("sqrt", argument)
 
@@ -121,16 +123,18 @@ class Traced(float):
     true: float
     expression: Expression
 
+    # Text and a place in a dict lead to other numbers, out of sight.
+
     def __repr__(self) -> str:
-        return repr(self.true)
+        return repr(self.pin())
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return format(self.true, spec)
+        return format(self.pin(), spec)
 
     def __hash__(self) -> int:
-        return hash(self.true)
+        return hash(self.pin())
 
     def __reduce__(self) -> Any:
         return float, (self.true,)
@@ -246,8 +250,11 @@ _install()
 
 
 @contextlib.contextmanager
-def traced_math() -> Iterator[None]:
-    """Let functions of `math` keep the expression of a traced number, or at least see the true one."""
+def traced_math(held: Sequence[Place]) -> Iterator[None]:
+    """Let functions of `math` keep the expression of a traced number, or at least see the true one.
+
+    `held`: where the user's code may have such a function under a name of its own.
+    """
 
     def follow(name: str, function: Callable[[float], float]) -> Callable[[float], float]:
         def call(value: float) -> float:
@@ -258,13 +265,28 @@ def traced_math() -> Iterator[None]:
         return call
 
     originals = {name: value for name, value in vars(math).items() if name[0] != "_" and callable(value)}
+    replacements = {
+        function: follow(name, function) if name in _MATH else _on_pinned(function)
+        for name, function in originals.items()
+    }
+    imported = []
+    for place in held:
+        value = place.get()
+        if isinstance(value, BuiltinFunctionType) and value in replacements:
+            imported.append((place, value))
     try:
         for name, function in originals.items():
-            setattr(math, name, follow(name, function) if name in _MATH else _on_pinned(function))
+            setattr(math, name, replacements[function])
+        for place, function in imported:
+            with contextlib.suppress(TypeError):  # a class's variable can't be replaced this way
+                place.set(replacements[function])
         yield
     finally:
         for name, function in originals.items():
             setattr(math, name, function)
+        for place, function in imported:
+            with contextlib.suppress(TypeError):
+                place.set(function)
 
 
 # Functions that hand a number to one op as it is. Those of the first kind do so in their backward, too.
