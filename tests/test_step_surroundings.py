@@ -11,6 +11,7 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import operator
@@ -22,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from math import copysign, isclose
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1133,3 +1135,54 @@ def test_device_as_a_context_in_each_iteration() -> None:
         with torch.device("lazy"):
             assert doubled(torch.ones(1)).item() == 3
     assert doubled.num_replayed == 3
+
+
+def test_plain_tensor_that_is_replaced_in_each_step_is_replayed() -> None:
+    state = {"w": torch.ones(2, device="lazy").requires_grad_()}
+
+    @lazystep.step(audit_every=0, fullgraph=True)
+    def descend(x: torch.Tensor) -> torch.Tensor:
+        weight = state["w"]
+        (gradient,) = torch.autograd.grad((weight * x).sum(), weight)
+        state["w"] = (weight - 0.5 * gradient).detach().requires_grad_()
+        return weight.detach() + 0
+
+    assert [descend(torch.ones(2))[0].item() for _ in range(6)] == [1, 0.5, 0, -0.5, -1, -1.5]
+    assert descend.num_replayed == 4
+    assert state["w"].requires_grad
+
+
+LOSS: Any = 0.0
+
+
+def test_global_with_the_name_of_an_attribute_may_change() -> None:
+    global LOSS
+    results = types.SimpleNamespace(LOSS=2.0)
+
+    @lazystep.step(audit_every=0, fullgraph=True)
+    def doubled(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"LOSS": x * results.LOSS}
+
+    for number in range(6):
+        LOSS = doubled(torch.ones(1))["LOSS"].item() + number
+        assert 2 + number == LOSS
+    assert doubled.num_replayed == 4
+
+
+@pytest.mark.parametrize(
+    "how", ["from .options import scale", "from . import options; scale = options.scale"]
+)
+def test_module_imported_from_the_own_package_inside(how: str, tmp_path: Path, monkeypatch: Any) -> None:
+    package = tmp_path / f"_users_package_{len(how)}"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "options.py").write_text("scale = 2.0")
+    (package / "steps.py").write_text(f"def scaled(x):\n    {how}\n    return x * scale\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module(f"{package.name}.steps").scaled
+    captured = lazystep.step(function, audit_every=0)
+    for _ in range(4):
+        assert captured(torch.ones(1)).item() == 2
+    assert captured.num_replayed > 0
+    importlib.import_module(f"{package.name}.options").scale = 3.0  # type: ignore[attr-defined]
+    assert captured(torch.ones(1)).item() == 3

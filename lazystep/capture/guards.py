@@ -90,11 +90,12 @@ class Guards:
         return objects
 
     def _read_flags(self) -> list[Any]:
-        flags: list[Any] = [gradient_flags(self._reach.parameters)]
+        tensors = self._reach.tensors_with_gradients()
+        flags: list[Any] = [gradient_flags(tensors)]
         if any(self._reach.hooks):
             flags += map(tuple, self._reach.hooks)  # each hook has a number of its own
         if max(flags[0], default=0) >= 4:
-            flags += map(tuple, hooks_of_tensors(self._reach.parameters))
+            flags += map(tuple, hooks_of_tensors(tensors))
         return flags
 
     def _read_groups(self) -> list[Any]:

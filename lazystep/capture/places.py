@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 class Place(NamedTuple):
     """A slot: `container[key]`, a closure's cell, an attribute, a gradient, or an element of a tuple.
 
-    The container of an element is the place of its tuple, which is replaced when the element is set.
+    The container of an element is the place of its tuple, which is replaced when the element is set. That of
+    a gradient is a parameter, or the place of a tensor that may be replaced.
     """
 
     container: Any
@@ -23,7 +24,7 @@ class Place(NamedTuple):
             except (KeyError, IndexError):
                 return None
         if self.kind == "grad":
-            return self.container.grad
+            return getattr(self._tensor(), "grad", None)
         if self.kind == "attribute":
             return getattr(self.container, self.key, None)
         if self.kind == "context":
@@ -42,7 +43,7 @@ class Place(NamedTuple):
         if self.kind == "item":
             self.container[self.key] = value
         elif self.kind == "grad":
-            self.container.grad = value
+            self._tensor().grad = value
         elif self.kind == "attribute":
             setattr(self.container, self.key, value)
         elif self.kind == "context":
@@ -55,11 +56,14 @@ class Place(NamedTuple):
         else:
             self.container.cell_contents = value
 
+    def _tensor(self) -> Any:
+        return self.container.get() if isinstance(self.container, Place) else self.container
+
     @property
     def identity(self) -> tuple[Any, ...]:
         """What is equal for the same slot of the same container. Hashable."""
-        is_element = self.kind == "element"
-        return self.container.identity if is_element else id(self.container), self.key, self.kind
+        is_nested = isinstance(self.container, Place)
+        return self.container.identity if is_nested else id(self.container), self.key, self.kind
 
     @property
     def name(self) -> str:

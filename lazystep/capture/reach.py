@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import array
 import contextvars
+import dis
 import functools
 import inspect
 import logging
@@ -21,7 +22,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,7 +96,8 @@ class Reach:
         self._namespaces: list[_Namespace] = []
         self._iterators: list[str] = []
         self._called: set[type] = set()
-        self._leaves: list[torch.Tensor] = []
+        self._leaves: list[Place] = []
+        self._seen_tensors: set[int] = set()  # not kept: state that is replaced must not stay
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # ids stay unique as long as their objects live
         self._walk(function)
@@ -112,10 +114,9 @@ class Reach:
             for group in optimizer.param_groups:
                 self.parameters += [p for p in group["params"] if id(p) not in known]
         known = {id(p) for p in self.parameters}
-        self.parameters += [leaf for leaf in self._leaves if id(leaf) not in known]
-        for parameter in self.parameters:
-            self.tensors.append(Place(parameter, None, "grad"))
-        for hooks in hooks_of_tensors(self.parameters):
+        self.leaves = [place for place in self._leaves if id(place.get()) not in known]
+        self.tensors += [Place(owner, None, "grad") for owner in (*self.parameters, *self.leaves)]
+        for hooks in hooks_of_tensors(self.tensors_with_gradients()):
             self._walk_all(hooks.values())
         self._walk_namespaces()
         if self._iterators and "next" in self._names:
@@ -123,6 +124,13 @@ class Reach:
                 f"it may take from {self._iterators[0]}, an iterator, which a replay would not; take from it "
                 "outside and pass what you get as an argument"
             )
+
+    def tensors_with_gradients(self) -> list[torch.Tensor]:
+        """Parameters, and what is there now where there were other leaves that want gradients."""
+        if not self.leaves:
+            return self.parameters
+        now = [place.get() for place in self.leaves]
+        return self.parameters + [tensor for tensor in now if isinstance(tensor, torch.Tensor)]
 
     # -- names ---------------------------------------------------------------------------------------
 
@@ -140,13 +148,14 @@ class Reach:
         self._items(function.__kwdefaults__ or {})
         self._namespaces.append(_Namespace(function.__dict__, is_objects=True, hidden=("__wrapped__",)))
         self._walk(function.__dict__.get("__wrapped__"))
-        names = set(_names(code))
-        self._names |= names
-        package = function.__globals__.get("__package__")
-        for name in sorted(names):
-            if name in function.__globals__:
-                self._slot(Place(function.__globals__, name, "item"))
-            for module in (name, f"{package}.{name}"):  # imported inside
+        names = _names(code)
+        self._names |= names.all
+        globals_ = names.all if "globals" in names.all else names.globals
+        for name in sorted(globals_ & function.__globals__.keys()):
+            self._slot(Place(function.__globals__, name, "item"))
+        package = function.__globals__.get("__package__") or ""
+        for name in sorted(names.imports):
+            for module in (name, f"{package}.{name}".strip(".")):
                 self._walk(sys.modules.get(module))
 
     def _walk_namespaces(self) -> None:
@@ -191,7 +200,8 @@ class Reach:
         value = place.get()
         if isinstance(value, torch.Tensor) or value is None:
             self.tensors.append(place)
-            self._walk_tensor(value)
+        if isinstance(value, torch.Tensor):
+            self._walk_tensor(value, place)
         if _is_simple(value):
             self.simple.append(place)
         elif isinstance(value, tuple):
@@ -251,6 +261,7 @@ class Reach:
                 self._names.update(str(path).split("."))
         elif isinstance(value, Iterator):
             self._iterators.append(Place(None, name, "item").name)
+            self._walk_object(value)
         else:
             # Not `getattr`, which would run code of the user's. Of a function with a cache, another step.
             self._walk(inspect.getattr_static(value, "__wrapped__", None))
@@ -270,11 +281,12 @@ class Reach:
                 "as an argument"
             )
 
-    def _walk_tensor(self, tensor: Any) -> None:
-        if tensor is None or self._is_seen(tensor):
+    def _walk_tensor(self, tensor: torch.Tensor, place: Place) -> None:
+        if id(tensor) in self._seen_tensors:
             return
+        self._seen_tensors.add(id(tensor))
         if tensor.is_leaf and tensor.requires_grad:
-            self._leaves.append(tensor)
+            self._leaves.append(place)
         if tensor.__dict__:
             # Only what is named: the Python front end's tensors keep their handles there.
             self._namespaces.append(_Namespace(tensor.__dict__, is_objects=False))
@@ -362,15 +374,32 @@ class Reach:
         return False
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function may use, also as strings, and those of functions defined inside it."""
-    yield from code.co_names
+class _Names(NamedTuple):
+    """The names in a function, those of functions defined inside it included."""
+
+    globals: frozenset[str]
+    imports: frozenset[str]  # modules that it imports itself
+    all: frozenset[str]  # attributes too, and names as text
+
+
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> _Names:
+    globals_, imports, words = set(), set(), set(code.co_names)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            globals_.add(instruction.argval)
+        elif instruction.opname in ("IMPORT_NAME", "IMPORT_FROM"):  # the second may be a module, too
+            imports.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            inner = _names(constant)
+            globals_ |= inner.globals
+            imports |= inner.imports
+            words |= inner.all
         for word in constant if isinstance(constant, tuple) else (constant,):
             if isinstance(word, str) and word.isidentifier():
-                yield word
+                words.add(word)
+    return _Names(frozenset(globals_), frozenset(imports), frozenset(words))
 
 
 def _is_simple(value: Any) -> bool:

@@ -49,11 +49,11 @@ class _Context:
         self.outputs: Sequence[Handle] = ()
         self.tensors: dict[int, Any] = {}
 
-    def output(self, position: int) -> Any:
-        # One tensor per output: what was one object in the recorded call is one object again.
-        if position not in self.tensors:
-            self.tensors[position] = wrap(self.outputs[position])
-        return self.tensors[position]
+    def output(self, position: int, key: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        # What was one object in the recorded call, with this key, is one object again.
+        if key not in self.tensors:
+            self.tensors[key] = make(wrap(self.outputs[position]))
+        return self.tensors[key]
 
 
 class _Recipes:
@@ -97,8 +97,8 @@ class _Recipes:
         """How to make `new`, which stands where the earlier call had `old`."""
         handle = find_handle(new)
         if handle is not None and handle in self._made:
-            position = self._made[handle]
-            return lambda context: context.output(position)
+            position, key, make = self._made[handle], id(new), _kind_of_tensor(new)
+            return lambda context: context.output(position, key, make)
         if id(new) in self._tensors:
             return self._take(self._tensors[id(new)])
         if isinstance(new, torch.Tensor):
@@ -447,6 +447,16 @@ class Replay:
         storages = [handles[position].storage for position, _ in self._arguments]
         is_apart = len(set(storages)) == len(storages) and self._state_storages.isdisjoint(storages)
         return is_apart and not self._storages
+
+
+def _kind_of_tensor(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes such a tensor of a plain one: a parameter, a leaf, or a result without its graph."""
+    if isinstance(tensor, torch.nn.Parameter):
+        wants_gradient = tensor.requires_grad
+        return lambda made: torch.nn.Parameter(made, wants_gradient)
+    if tensor.requires_grad and tensor.is_leaf:
+        return torch.Tensor.requires_grad_
+    return lambda made: made
 
 
 def _another_tensor(tensor: Any) -> Any:

@@ -438,6 +438,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     std::string flags(tensors.size(), 0);
     for (size_t i = 0; i < tensors.size(); ++i) {
       const at::Tensor& tensor = THPVariable_Unpack(tensors[i].ptr());
+      // A tensor that autograd has never met has none of these.
+      if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) continue;
       flags[i] = static_cast<char>(
           tensor.requires_grad() | (tensor.grad().defined() << 1) |
           (!torch::autograd::impl::hooks(tensor).empty() << 2) |
