@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import types
 import warnings
 from collections.abc import Callable
+from math import copysign, isclose
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,3 +172,86 @@ def test_two_numbers_with_one_value_are_followed_apart() -> None:
     for a, b in [(0.5, 0.5)] * 3 + [(0.25, 0.5), (0.5, 0.75), (1.0, 1.0)]:
         assert scaled(torch.ones(1), a, b).item() == a + b * b
     assert scaled.num_replayed >= 4
+
+
+TABLE = {1.0: 5.0, 2.0: 6.0}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: x * TABLE.get(w, 7.0),
+        lambda x, w: x * 2 if w in {1.0, 2.0} else x * 3,
+        lambda x, w: x * float(f"{w:.0f}"),
+        lambda x, w: x * float(str(w)),
+        lambda x, w: x * 2 if isclose(w, 1.0) else x * 3,
+        lambda x, w: x * copysign(2.0, w),
+        lambda x, w: x * math.sqrt(abs(w)),
+    ],
+    ids=["dict", "set", "format", "text", "imported", "sign", "followed"],
+)
+def test_number_that_leads_to_others(function: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    captured = lazystep.step(function, audit_every=0)  # type: ignore[call-overload]
+    x = torch.ones(2, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazystep.LazyStepWarning)  # some are recorded in each call in the end
+        for w in (3.0, 3.0, 3.0, 1.0, -2.0, 1.0, 25.0):
+            assert captured(x, w).tolist() == function(x.to("lazy"), w).tolist()
+    assert captured.num_replayed > 0
+
+
+def test_numbers_that_leave_the_step_are_true_ones() -> None:
+    log: list[float] = []
+    options = types.SimpleNamespace(last=0.0)
+
+    @lazystep.step(audit_every=0)
+    def scaled(x: torch.Tensor, w: float) -> Any:
+        log.append(w)
+        options.last = w * 2
+        options.new = w
+        return x * w, w * 0.5
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazystep.LazyStepWarning)
+        for _ in range(3):
+            made = scaled(torch.ones(1), 0.3)
+            assert json.dumps([made[1], log[-1], options.last, options.new]) == "[0.15, 0.3, 0.6, 0.3]"
+
+    @lazystep.step(audit_every=0)
+    def halved(x: torch.Tensor, w: float) -> Any:
+        return x * w, w * 0.5
+
+    for _ in range(5):
+        assert json.dumps(halved(torch.ones(1), 0.3)[1]) == "0.15"
+    assert halved.num_replayed == 3
+
+
+def test_numbers_that_a_failed_call_leaves_are_true_ones() -> None:
+    class Last:
+        scale = 0.0
+
+    log: list[Any] = []
+
+    @lazystep.step(audit_every=0)
+    def failing(x: torch.Tensor, w: float) -> torch.Tensor:
+        log.append({"scale": (w, [w * 2])})
+        Last.scale = w
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        failing(torch.ones(1), 0.3)
+    assert json.dumps([log, Last.scale]) == '[[{"scale": [0.3, [0.6]]}], 0.3]'
+
+
+def test_number_that_python_refuses_is_left_to_the_function() -> None:
+    @lazystep.step(audit_every=0)
+    def inverse(x: torch.Tensor, w: float) -> torch.Tensor:
+        try:
+            return x * (1 / w)
+        except ZeroDivisionError:
+            return x * 100.0
+
+    for w in (2.0, 4.0, 2.0, 4.0):
+        assert inverse(torch.ones(1), w).item() == 1 / w
+    assert inverse.num_replayed > 0
+    assert inverse(torch.ones(1), 0.0).item() == 100

@@ -37,6 +37,20 @@ def test_value_that_is_rebound_in_each_step_goes_on() -> None:
     assert model.advance(torch.ones(2)).item() == 2.0
 
 
+def test_value_that_a_class_holds_goes_on() -> None:
+    class Shared:
+        hidden = torch.zeros(2).to("lazy")
+
+    @lazystep.step(audit_every=0, fullgraph=True)
+    def advance(x: torch.Tensor) -> torch.Tensor:
+        Shared.hidden = Shared.hidden + x
+        return Shared.hidden.sum()
+
+    assert [advance(torch.ones(2)).item() for _ in range(5)] == [2, 4, 6, 8, 10]
+    assert Shared.hidden.tolist() == [5, 5]
+    assert advance.num_replayed == 3
+
+
 class HiddenState(NamedTuple):
     hidden: torch.Tensor
     cell: torch.Tensor

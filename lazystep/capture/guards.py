@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..record.device import gradient_flags
+from ..record.device import HAS_HOOKS, gradient_flags
 from .ambient import hooks_of_tensors, modes
 from .reach import Reach
 
-_MAX_COMPARED = 1 << 16  # bytes of a CPU tensor
+_MAX_TENSOR = 1 << 16  # bytes of a CPU tensor that is compared as a whole
+_WAY_OUT = "which a replay would not; do that outside"
 
 
 class Guards:
@@ -84,7 +85,7 @@ class Guards:
             objects += optimizer.state.values()
             for group in optimizer.param_groups:
                 objects += group["params"]
-        if self._reach.held_groups:
+        if self._reach.holds_groups:
             objects += [group for optimizer in self._reach.optimizers for group in optimizer.param_groups]
         objects += [container[key] for container, key in self._counts]
         return objects
@@ -94,7 +95,7 @@ class Guards:
         flags: list[Any] = [gradient_flags(tensors)]
         if any(self._reach.hooks):
             flags += map(tuple, self._reach.hooks)  # each hook has a number of its own
-        if max(flags[0], default=0) >= 4:
+        if max(flags[0], default=0) >= HAS_HOOKS:
             flags += map(tuple, hooks_of_tensors(tensors))
         return flags
 
@@ -111,9 +112,9 @@ class Guards:
         return [_Version(place.get()) for place in self._host]
 
     def _read_random(self) -> list[Any]:
-        return [np.random.get_state()[1].tobytes(), np.random.get_state()[2:]] + [  # type: ignore[index]
-            _state_of_generator(g) for g in self._reach.generators if not isinstance(g, torch.Generator)
-        ]
+        # Draws from a `torch.Generator` may be a replay's own: see `RecordedCall`.
+        generators = [g for g in self._reach.generators if not isinstance(g, torch.Generator)]
+        return list(map(_state_of_generator, generators))
 
     def hold(self) -> bool:
         """Whether everything is as it was when the call began."""
@@ -164,26 +165,26 @@ class Guards:
         try:
             now = self._read_values()
         except (KeyError, IndexError):
-            return "it removes an attribute or an item, which a replay would not"
+            return f"it removes an attribute or an item, {_WAY_OUT}"
         for place, before, after, is_held in zip(self._places, self._values, now, self._is_held, strict=True):
             # A slot that held nothing may come to hold a tensor: that is state, not a side effect.
             if before is not None and not _is_same(before, after, is_held):
                 change = _describe_change(before, after, is_held)
-                return f"it changes {place.name} {change}, which a replay would not"
+                return f"it changes {place.name} {change}, {_WAY_OUT}"
         for container, before, after in zip(self._reach.sizes, self._sizes, self._read_sizes(), strict=True):
             if before != after:
                 kind = type(container).__name__
                 if isinstance(before, list):
                     before, after = len(before), len(after)
                 what = f"the length of a {kind} from {before} to {after}" if before != after else f"a {kind}"
-                return f"it changes {what}, which a replay would not"
+                return f"it changes {what}, {_WAY_OUT}"
         pairs = zip(self._reach.contents, self._contents, self._read_contents(), strict=True)
         for container, before, after in pairs:
             if before != after:
-                return f"it changes what is in a {type(container).__name__}, which a replay would not"
+                return f"it changes what is in a {type(container).__name__}, {_WAY_OUT}"
         for place, before, after in zip(self._host, self._versions, self._read_versions(), strict=True):
             if before != after:
-                return f"it changes {place.name}, a CPU tensor, which a replay would not"
+                return f"it changes {place.name}, a CPU tensor, {_WAY_OUT}"
         if self._read_random() != self._random:
             return (
                 "it draws random numbers with Python or NumPy; draw them on the lazy device, or pass them "
@@ -205,7 +206,7 @@ class _Version:
         if not tensor.is_inference():
             self.number = tensor._version
         # NumPy, `.data` and other processes write without counting: a small one is compared as a whole.
-        if tensor.layout == torch.strided and (tensor.nbytes <= _MAX_COMPARED or tensor.is_inference()):
+        if tensor.layout == torch.strided and (tensor.nbytes <= _MAX_TENSOR or tensor.is_inference()):
             self.contents = _bytes_of(tensor)
 
     def __eq__(self, other: object) -> bool:
@@ -252,11 +253,12 @@ def _contents_of(container: Any) -> Any:
 
 
 def _state_of_generator(generator: Any) -> Any:
+    if isinstance(generator, random.SystemRandom):
+        return None
     if isinstance(generator, np.random.Generator):
         return pickle.dumps(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return pickle.dumps(generator.get_state())
-    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    is_numpys = generator is np.random or isinstance(generator, np.random.RandomState)
+    return pickle.dumps(generator.get_state()) if is_numpys else generator.getstate()
 
 
 def _is_traced_kind(value: Any) -> bool:

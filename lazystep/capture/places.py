@@ -14,7 +14,7 @@ class Place(NamedTuple):
 
     container: Any
     key: Any
-    kind: str  # "item", "cell", "attribute", "context", "grad" or "element"
+    kind: str  # "item", "cell", "attribute", "class", "context", "grad" or "element"
 
     def get(self) -> Any:
         """What is there now; None if the slot is gone."""
@@ -27,6 +27,8 @@ class Place(NamedTuple):
             return getattr(self._tensor(), "grad", None)
         if self.kind == "attribute":
             return getattr(self.container, self.key, None)
+        if self.kind == "class":  # not `getattr`: what a class itself has, unbound
+            return self.container.__dict__.get(self.key)
         if self.kind == "context":
             return self.container.get(None)
         if self.kind == "element":
@@ -44,7 +46,7 @@ class Place(NamedTuple):
             self.container[self.key] = value
         elif self.kind == "grad":
             self._tensor().grad = value
-        elif self.kind == "attribute":
+        elif self.kind in ("attribute", "class"):
             setattr(self.container, self.key, value)
         elif self.kind == "context":
             self.container.set(value)
@@ -68,4 +70,9 @@ class Place(NamedTuple):
     @property
     def name(self) -> str:
         """What to call it in a message."""
-        return "a variable" if self.key is None else repr(self.key)
+        return name_of(self.key)
+
+
+def name_of(key: Any) -> str:
+    """What to call a slot with this key in a message."""
+    return "a variable" if key is None else repr(key)

@@ -37,7 +37,7 @@ from .ambient import (
     hooks_of_optimizer,
     hooks_of_tensors,
 )
-from .places import Place
+from .places import Place, name_of
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # What a step function can reach through these is not its state.
@@ -58,16 +58,21 @@ _DYNAMIC |= {"attrgetter", "asdict", "astuple", "fields", "copy", "deepcopy"}
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 _NOT_OPERATORS = frozenset((*_CONSTRUCTORS, "__repr__", "__str__", "__del__", "__reduce__"))
 _NOT_OPERATORS |= {"__dict__", "__weakref__"}
-_dicts_of_classes: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class _Namespace:
     """What names stand for in an object, a class or a module."""
 
-    def __init__(self, values: Mapping[str, Any], is_objects: bool, hidden: Collection[str] = ()) -> None:
-        self.values = values
+    def __init__(self, values: Any, is_objects: bool, hidden: Collection[str] = ()) -> None:
+        """`values`: a dict of names, or a class."""
+        self.values: Mapping[str, Any] = values.__dict__ if isinstance(values, type) else values
         self.is_objects = is_objects  # or a class's: code may look at attributes without naming them
         self.done: set[str] = set(hidden)  # names that have been read, or are not to be
+        self._owner = values
+
+    def place(self, name: str) -> Place:
+        """Where a name is kept."""
+        return Place(self._owner, name, "class" if isinstance(self._owner, type) else "item")
 
 
 class Reach:
@@ -86,10 +91,10 @@ class Reach:
         self.sizes: list[Any] = []  # lists and dicts: whether they grow
         self.fields: list[Any] = []  # attributes of objects and classes: whether there are more of them
         self.contents: list[Any] = []  # sets, arrays and bytes: whether they are the same
-        self.generators: list[Any] = [random]  # of random numbers, in Python
+        self.generators: list[Any] = [random, np.random]  # of random numbers
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.held_groups: list[Any] = []  # of optimizers, with values that are no numbers
+        self.holds_groups = False  # whether a group of an optimizer has a value that is no number
         self.hooks: list[Hooks] = hooks_of_all()
         self.reason = ""  # why no replay can know whether something has changed
         self._names: set[str] = set(_IMPLICIT)
@@ -169,7 +174,7 @@ class Reach:
                 # Sorted: lists of two recordings are compared.
                 for name in sorted(there if is_all else there & self._names):
                     namespace.done.add(name)
-                    self._slot(Place(namespace.values, name, "item"))
+                    self._slot(namespace.place(name))
                     is_new = True
 
     def _walk_class(self, kind: type, is_called: bool = False) -> None:
@@ -178,21 +183,20 @@ class Reach:
         for base in kind.__mro__:
             if self._is_foreign(base.__module__):
                 continue
-            # One object for all recordings: places of two are compared.
-            values = _dicts_of_classes.setdefault(base, base.__dict__)
             if is_called and base not in self._called:
                 self._called.add(base)
                 for name in _CONSTRUCTORS:
-                    self._walk(values.get(name))
+                    self._walk(base.__dict__.get(name))
             if self._is_seen(base):
                 continue
-            self._namespaces.append(_Namespace(values, is_objects=True, hidden=_NOT_OPERATORS))
-            self.fields.append(values)
-            for name, value in values.items():
+            namespace = _Namespace(base, is_objects=True, hidden=_NOT_OPERATORS)
+            self._namespaces.append(namespace)
+            self.fields.append(namespace.values)
+            for name, value in namespace.values.items():
                 # Operators, and what torch's or Python's own code calls.
                 is_method = isinstance(value, types.FunctionType) and name not in _NOT_OPERATORS
                 if is_method and (name.startswith("__") or any(hasattr(other, name) for other in foreign)):
-                    self._slot(Place(values, name, "item"))
+                    self._slot(namespace.place(name))
 
     # -- values --------------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ class Reach:
             for path in value.__reduce__()[1]:
                 self._names.update(str(path).split("."))
         elif isinstance(value, Iterator):
-            self._iterators.append(Place(None, name, "item").name)
+            self._iterators.append(name_of(name))
             self._walk_object(value)
         else:
             # Not `getattr`, which would run code of the user's. Of a function with a cache, another step.
@@ -275,10 +279,9 @@ class Reach:
         if value.nbytes <= _MAX_COMPARED:
             self.contents.append(value)
         elif not isinstance(name, str) or name in self._names:
-            array_name = Place(None, name, "item").name
             self._give_up(
-                f"it uses {array_name}, a NumPy array that is too large to be compared in each call; pass it "
-                "as an argument"
+                f"it uses {name_of(name)}, a NumPy array that is too large to be compared in each call; pass "
+                "it as an argument"
             )
 
     def _walk_tensor(self, tensor: torch.Tensor, place: Place) -> None:
@@ -340,7 +343,7 @@ class Reach:
         for group in optimizer.param_groups:
             for key, value in group.items():
                 if key != "params" and not _is_simple(value):
-                    self.held_groups.append(group)  # a schedule writes into it, a loaded one replaces it
+                    self.holds_groups = True  # a schedule writes into the group, a loaded one replaces it
                     self._slot(Place(group, key, "item"))
         for hooks in hooks_of_optimizer(optimizer):
             self.hooks.append(hooks)

@@ -11,7 +11,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..step_closures import Added, DeviceContext
 from .arguments import Structure, put_together
 from .guards import Guards
 from .reach import Reach
-from .traced import Expression, Pins, Trace, Traced, traced_math, true_value
+from .traced import Expression, Pins, Trace, Traced, traced_math, true_value, untagged
 
 
 class HostState:
@@ -119,20 +119,12 @@ class RecordedCall:
         ]
         args, kwargs = put_together(traced, structure)
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
-        stream = torch.get_rng_state()
         own = [g for g in self.reach.generators if isinstance(g, torch.Generator) and g.device.type == "cpu"]
-        streams = [(g, g.get_state()) for g in own]
+        streams = {generator: generator.get_state() for generator in (torch.default_generator, *own)}
         recorder.draws, context.log = self.draws, self.added
         runtime.on_cut = self._on_cut
         try:
-            with (
-                traced_math(self.reach.held),
-                self._traced_groups(),
-                self._traced_state(),
-                Pins(self.host_state),
-            ):
-                self.result = self._function(*args, **kwargs)
-            self._untag()
+            self._call(args, kwargs)
             for reason, line, count in metrics.synchronizations():
                 if count > waits_before.get((reason, line), 0):
                     way_out = "read it after the call, or in a closure"
@@ -140,7 +132,7 @@ class RecordedCall:
             if self._cuts:
                 self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
             self._settle()
-            if not self.reason and not self._draws_explain(stream, streams):
+            if not self.reason and not self._draws_explain(streams):
                 self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
             runtime.flush(context)
             if self.program is None:
@@ -153,6 +145,26 @@ class RecordedCall:
             functions = [added.function for added in self.added]
             self._closures |= {f.__code__ for f in functions if hasattr(f, "__code__")}
         self._find_lost_outputs()
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        try:
+            with (
+                traced_math(self.reach.held),
+                self._traced_groups(),
+                self._traced_state(),
+                Pins(self.host_state),
+            ):
+                self.result = self._function(*args, **kwargs)
+        finally:
+            # Traced numbers that the call has put somewhere: their doubles are nobody else's business.
+            seen: set[int] = set()
+            for container in (*self.reach.sizes, *self.reach.fields):
+                untagged(container, seen)
+            for place in (*self.reach.simple, *self.reach.tensors, *self.reach.held):
+                value = place.get()
+                true = untagged(value, seen)
+                if true is not value:
+                    place.set(true)
 
     def _on_cut(self, cut: CutProgram) -> None:
         if self.program is None and self._is_settled:
@@ -255,34 +267,18 @@ class RecordedCall:
             self.result = pytree.tree_unflatten(map(true_value, self.result_leaves), self.result_spec)
         self._is_settled = True
 
-    def _untag(self) -> None:
-        """Put true numbers where the call has left traced ones, whose doubles are nobody else's business."""
-        for container in [*self.reach.sizes, *self.reach.fields]:
-            is_mapping = isinstance(container, Mapping)
-            for key, value in list(container.items() if is_mapping else enumerate(container)):
-                if type(value) is Traced and not isinstance(container, MappingProxyType):
-                    container[key] = value.pin()
-        for place in [*self.reach.simple, *self.reach.tensors, *self.reach.held]:
-            if type(value := place.get()) is Traced:
-                place.set(value.pin())
-
-    def _draws_explain(
-        self, stream: torch.Tensor, streams: Sequence[tuple[torch.Generator, torch.Tensor]]
-    ) -> bool:
+    def _draws_explain(self, streams: Mapping[torch.Generator, torch.Tensor]) -> bool:
         """Whether the draws that a replay repeats move all generators from there to where they are now."""
-        others = {id(d.generator): d.generator for d in self.draws if d.generator is not None}
-        known = {id(generator) for generator, _ in streams}
-        now = [(torch.default_generator, torch.get_rng_state())]
-        now += [(generator, generator.get_state()) for generator, _ in streams]
-        kept = now + [(g, g.get_state()) for key, g in others.items() if key not in known]
+        drawn_from = {draw.generator for draw in self.draws if draw.generator is not None}
+        now = {generator: generator.get_state() for generator in streams.keys() | drawn_from}
         try:
-            for generator, state in [(torch.default_generator, stream), *streams]:
+            for generator, state in streams.items():
                 generator.set_state(state)
             for draw in self.draws:
                 draw.again()
-            return all(torch.equal(generator.get_state(), state) for generator, state in now)
+            return all(torch.equal(generator.get_state(), now[generator]) for generator in streams)
         finally:
-            for generator, state in kept:
+            for generator, state in now.items():
                 generator.set_state(state)
 
     def owned_handles(self) -> set[Handle]:

@@ -17,6 +17,7 @@ import functools
 import math
 import operator
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import Any
@@ -181,6 +182,24 @@ class Traced(float):
         return self.true
 
 
+def untagged(value: Any, seen: set[int]) -> Any:
+    """The same with true numbers for traced ones; lists and dicts are changed in place, each once."""
+    if type(value) is Traced:
+        return value.pin()
+    if isinstance(value, tuple):
+        elements = [untagged(element, seen) for element in value]
+        if all(map(operator.is_, elements, value)):
+            return value
+        return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
+    if isinstance(value, (dict, list, deque)) and id(value) not in seen:
+        seen.add(id(value))
+        for key, element in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            true = untagged(element, seen)
+            if true is not element:
+                value[key] = true
+    return value
+
+
 def true_value(value: Any) -> Any:
     """What a number stands for."""
     return value.true if type(value) is Traced else value
@@ -278,15 +297,13 @@ def traced_math(held: Sequence[Place]) -> Iterator[None]:
         for name, function in originals.items():
             setattr(math, name, replacements[function])
         for place, function in imported:
-            with contextlib.suppress(TypeError):  # a class's variable can't be replaced this way
-                place.set(replacements[function])
+            place.set(replacements[function])
         yield
     finally:
         for name, function in originals.items():
             setattr(math, name, function)
         for place, function in imported:
-            with contextlib.suppress(TypeError):
-                place.set(function)
+            place.set(function)
 
 
 # Functions that hand a number to one op as it is. Those of the first kind do so in their backward, too.

@@ -22,11 +22,12 @@ from .native import load as load_native
 from .python import dispatch as python_front_end
 from .python import patches
 from .python.facade import on_facades
-from .python.tensor import find_handle, find_handles, gradient_flags, have_handles, is_lazy, wrap
+from .python.tensor import HAS_HOOKS, find_handle, find_handles, gradient_flags, have_handles, is_lazy, wrap
 from .recorder import Recorder
 from .source import user_line
 
 __all__ = [
+    "HAS_HOOKS",
     "find_handle",
     "find_handles",
     "fork_error",

@@ -36,7 +36,7 @@ A_FEW_OPS = (
     *("nn.functional.dropout", "scatter_add", "sort"),
 )
 A_FEW_MODULES = ("nn.BatchNorm2d", "nn.Embedding", "nn.GRU", "nn.LayerNorm")
-A_FEW_OPTIMS = (("Adam", "fused"),)
+A_FEW_OPTIMS = (("AdamW", "foreach"), ("Adam", "fused"))
 NUM_OPTIM_STEPS = 6
 NUM_RADAM_STEPS = 12  # its program changes with the sixth
 # Operators whose programs stay on the reference executable, and part of the reason.

@@ -2,7 +2,8 @@
 
 A wrapper subclass: autograd, hooks and modules see an ordinary tensor with a shape and a data type;
 every op below autograd arrives in `__torch_dispatch__`, which the module `dispatch` sets.
-The methods here are those that torch answers without dispatching, by looking at memory.
+The methods here are those that torch answers without dispatching, by looking at memory. What is asked of
+tensors, one or many at once, stands here too: in C++ where the native front end is in use.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..handle import Handle
 from ..source import user_line
 
 DEVICE = torch.device("lazy", 0)
+HAS_HOOKS = 4  # see `gradient_flags`; whatever is at least this has some
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 # `tensor.data = other` without the property below: gives a tensor the shape and strides of another.
@@ -62,7 +64,10 @@ def have_handles(objects: list[Any], handles: list[Handle]) -> bool:
 
 
 def gradient_flags(tensors: Sequence[torch.Tensor]) -> bytes:
-    """For each tensor what there is to know about its gradient: wanted (1), there (2), hooks (4 and 8)."""
+    """For each tensor, lazy or not, what there is to know about its gradient.
+
+    Wanted (1), there (2), has had hooks before (`HAS_HOOKS`) or after its accumulation (8).
+    """
     if _native is None:
         return bytes(map(_gradient_flag, tensors))
     flags: bytes = _native.gradient_flags(tensors)
@@ -70,7 +75,9 @@ def gradient_flags(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def _gradient_flag(tensor: torch.Tensor) -> int:
-    hooks = (tensor._backward_hooks is not None) << 2 | (tensor._post_accumulate_grad_hooks is not None) << 3
+    hooks = (tensor._backward_hooks is not None) * HAS_HOOKS | (
+        tensor._post_accumulate_grad_hooks is not None
+    ) << 3
     return tensor.requires_grad | (tensor.grad is not None) << 1 | hooks
 
 
