@@ -3,13 +3,14 @@
     overlap_optimizer(ddp, optimizer)         # the loop stays as it is
     optimizer_in_backward(model, optimizer)   # without DDP: gradients are freed as they are used
 
-and the building blocks, for those who register a communication hook themselves: `hook_then_optimizer`
-with `OptimizerHookState` and `as_functional`, `apply_optim_in_backward_hook` with
-`OptimInBackwardHookState`. Independent of the lazy device: it serves eager and compiled models.
+There are also building blocks for code that registers its own communication hook: `hook_then_optimizer`
+with `OptimizerHookState` and `as_functional`, and `apply_optim_in_backward_hook` with
+`OptimInBackwardHookState`. Overlap does not need the lazy device: it works on eager and compiled models.
 
-Reading order: `backward_callbacks` (where in backward code can run), `bucket` and `average` (what DDP
-reduces, and how), `bucket_queue` (waiting and updating in order), `partial_step` and `early_steps` (an
-ordinary optimizer, some parameters earlier), `engine` (all of it, for one DDP model).
+Reading order: `backward_callbacks` (the points in backward where code can run), `bucket` and `average` (the
+tensors that DDP reduces, and the arithmetic), `bucket_queue` (wait for and update buckets in order),
+`partial_step` and `early_steps` (step some parameters of an ordinary optimizer early), `engine` (ties these
+together for one DDP model).
 """
 
 from .building_blocks import (

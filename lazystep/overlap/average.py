@@ -1,9 +1,9 @@
-"""The reduction of built-in DDP, bit for bit, as a communication hook does it.
+"""The average over ranks inside a communication hook, bit for bit equal to built-in DDP.
 
-Built-in DDP multiplies a dense gradient by 1/divisor while it copies it into the bucket, and divides
-where there is nothing to copy (the gradient is a view of the bucket already), sparse gradients and
-batched copies. Both are the same number when the divisor is a power of two, and differ in the last bit
-otherwise: three ranks show it.
+Built-in DDP scales a gradient in one of two ways. It multiplies a dense gradient by 1/divisor while copying
+it into the bucket. It divides by the divisor when the gradient is already a view of the bucket, when the
+gradient is sparse, and for batched copies. The two results are equal if the divisor is a power of two;
+otherwise they can differ in the last bit, for example on three ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WasView = Callable[[Tensor], bool]
 
 
 def scale(bucket: Bucket, divisor: int, was_view: WasView | None = None, divide: bool = False) -> None:
-    """Scale the bucket in place by 1/divisor, as built-in DDP rounds it."""
+    """Scale the bucket in place by 1/divisor, with the rounding of built-in DDP."""
     buffer = bucket.buffer
     if divide or buffer.is_sparse:
         buffer.div_(divisor)
@@ -42,13 +42,13 @@ def scale(bucket: Bucket, divisor: int, was_view: WasView | None = None, divide:
 def sum_over_ranks(
     buffer: Tensor, group: dist.ProcessGroup, done: Callable[[], None] = lambda: None
 ) -> Future:
-    """Start the sum of `buffer` over the group's ranks. Does not wait; `done` runs when it has ended."""
+    """Start the sum of `buffer` over the group's ranks. Does not wait; `done` runs when the sum has ended."""
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
 
     def take(future: torch.futures.Future[Any]) -> Tensor:
         done()
-        result: Tensor = future.value()[0]  # raises what the reduction raised
+        result: Tensor = future.value()[0]  # raises the reduction's error, if it failed
         return result
 
     reduced: Future = work.get_future().then(take)

@@ -1,4 +1,4 @@
-"""One bucket of DDP: its parameters, and their gradients as views of the reduced tensor."""
+"""One DDP bucket: its parameters, and their gradients as views of the reduced tensor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ _F = TypeVar("_F", bound=Hook)
 
 
 def comm_hook(function: _F) -> _F:
-    """Mark a function that is to be registered: DDP compares annotations with classes, ours are text."""
+    """Prepare a function for `register_comm_hook`.
+
+    DDP compares the function's annotations with classes. Ours are strings, so they are removed.
+    """
     function.__annotations__ = {}
     return function
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a communication hook was called with, as it was before the hook ran.
+    """The bucket that DDP passed to a communication hook, as it was before the hook ran.
 
-    (A hook may replace the buffer: `fp16_compress_wrapper` does.)
+    It is copied first because a hook may replace the buffer: `fp16_compress_wrapper` does.
     """
 
     index: int
@@ -35,15 +38,15 @@ class Bucket:
 
     @classmethod
     def of(cls, bucket: GradBucket) -> Bucket:
-        """The bucket of a hook's call."""
+        """Read DDP's bucket, inside the call of a hook."""
         return cls(bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters())
 
     def gradients(self, reduced: Tensor) -> list[Tensor] | None:
         """The parameters' gradients as views of the tensor that the reduction returned.
 
-        `GradBucket.gradients()` ignores strides; these follow DDP's own layout (a dense parameter's
-        gradient has its strides). None if the tensor is not laid out like the bucket (another type or
-        size): then only DDP's finalizer knows what to make of it.
+        `GradBucket.gradients()` ignores strides. These views follow DDP's own layout: the gradient of a dense
+        parameter has the parameter's strides. None if the reduced tensor has another type or size than the
+        bucket: only DDP's finalizer can split such a tensor.
         """
         if reduced.is_sparse:
             return [reduced] if len(self.parameters) == 1 else None
@@ -64,7 +67,7 @@ def _view(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
+    """Whether the elements fill one block of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:

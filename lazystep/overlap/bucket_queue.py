@@ -1,14 +1,16 @@
-"""The buckets of one backward, in order: each is handed on when its reduction has succeeded.
+"""The buckets of one backward, in order: each is passed to `update` once its reduction has succeeded.
 
-All of backward's computation comes first, so that every reduction starts as early as it does without
-overlap. Then, while the later ones are in flight, each reduced bucket is handed to `update`, on the
-thread of backward, in the order of the buckets. (Updating between two hooks would delay the start of the
-reductions behind it; a thread of its own would bring an OpenMP pool of its own, which on the CPU costs
-more than it hides.) See [Note: before and after the finalizer].
+The queue receives buckets and futures from the communication hook. It lets backward finish its computation
+first, so every reduction starts as early as it does without overlap. Then it waits for the buckets in order
+and calls `update` for each on backward's thread, while later reductions are in flight. See
+[Note: before and after the finalizer].
 
-Nothing here is raised before DDP's finalizer has run: `update` is not called again after an error, and
-`finish` gets it. If the finalizer raises, as it does for a reduction that failed, `finish` does not run;
-`failed` has run by then.
+An update between two hooks would delay the reductions behind it. An update on a separate thread would need
+a second OpenMP pool, which costs more on the CPU than the overlap saves.
+
+Nothing is raised before DDP's finalizer has run. After an error, `update` is not called again, `drained`
+gets the error, and the callback behind the finalizer raises it instead of calling `finish`. If the finalizer
+itself raises, as it does for a failed reduction, `finish` does not run; `drained` has already run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .side_stream import SideStream
 
 
 class BucketQueue:
-    """Collects a backward's buckets and their reductions; drains itself after the last one."""
+    """Collects the buckets and reductions of one backward, and drains itself after the last bucket."""
 
     def __init__(
         self,
@@ -44,9 +46,9 @@ class BucketQueue:
         self.seconds_waiting = 0.0
 
     def add(self, bucket: Bucket, future: Future, events: BucketEvents) -> None:
-        """Add the next bucket, from its hook. Returns at once; the last one queues the draining."""
+        """Add the next bucket, from its hook. Returns at once; the last bucket queues the draining."""
         if bucket.index == 0:
-            self._waiting, self._error = [], None  # what a backward that raised has left
+            self._waiting, self._error = [], None  # leftovers of a backward that raised
         self._waiting.append((bucket, future, events))
         if bucket.is_last:
             queue_callback(self._drain)
@@ -58,7 +60,7 @@ class BucketQueue:
             with torch.no_grad(), self.side_stream.updating() if self.side_stream else nullcontext():
                 for bucket, future, events in waiting:
                     self._wait_and_update(bucket, future, events)
-        except BaseException as error:  # raised again after the finalizer, whatever it is
+        except BaseException as error:  # raised again after the finalizer
             self._error = error
         if self.side_stream is not None:
             self.side_stream.join()
@@ -66,11 +68,11 @@ class BucketQueue:
 
     def _wait_and_update(self, bucket: Bucket, future: Future, events: BucketEvents) -> None:
         start = time.perf_counter()
-        # The value first: it raises if the reduction failed, and then nothing may be updated from it.
+        # Wait first: this raises if the reduction failed, and then the bucket must not be used.
         reduced = future.wait()
         events.update_start = time.perf_counter()
         self.seconds_waiting += events.update_start - start
-        if not events.reduce_end:  # its callback comes after the value
+        if not events.reduce_end:  # the callback that sets it may run after wait()
             events.reduce_end = events.update_start
         if self.side_stream is not None:
             self.side_stream.keep_alive([reduced])

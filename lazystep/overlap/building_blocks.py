@@ -1,11 +1,12 @@
-"""The parts for those who register a communication hook themselves.
+"""Building blocks for code that registers its own DDP communication hook.
 
     optimizer = as_functional(torch.optim.AdamW, lr=1e-3)
     ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
 
-They never see the DDP model, so they raise on what they can't know: a parameter without a gradient may be
-unused on all ranks (then it must not be updated) or only on this one. `overlap_optimizer` knows.
-Errors are raised from `backward()`, after DDP's finalizer, and from every later backward.
+A hook never sees the DDP model. If a parameter has no gradient, the hook can't know whether the parameter is
+unused on all ranks (then it must not be updated) or only on this rank, so the hook raises an error.
+`overlap_optimizer` knows, and handles both cases. Errors are raised from `backward()`, after DDP's finalizer,
+and again from every later backward.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from .partial_step import check_steppable, step_only
 
 
 class FunctionalOptimizer(Protocol):
-    """Updates one parameter at a time, with the gradient that it is given."""
+    """An optimizer that updates one parameter at a time, with a given gradient."""
 
     def step_param(self, param: Tensor, grad: Tensor | None) -> None:
         """Update `param` in place."""
 
 
 class OptimizerHookState:
-    """A functional optimizer, and the parameters that it is for; all that DDP reduces by default.
+    """A functional optimizer, and the parameters to update: by default every parameter that DDP reduces.
 
         state = OptimizerHookState(as_functional(torch.optim.SGD, lr=0.1))
         ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
 
-    `ValueError` if it has no method `step_param`.
+    Raises `ValueError` if the optimizer has no method `step_param`.
     """
 
     def __init__(self, functional_optim: FunctionalOptimizer, params: Iterable[Tensor] | None = None) -> None:
@@ -60,30 +61,30 @@ class OptimizerHookState:
 def as_functional(
     optimizer_class: type[Optimizer], *args: Any, per_parameter: bool = False, **kwargs: Any
 ) -> AnyOptimizer:
-    """Give `step_param` to any torch optimizer.
+    """Make a functional optimizer, with a method `step_param`, from a torch optimizer class.
 
         functional = as_functional(torch.optim.SGD, lr=0.1, momentum=0.9)
         functional.step_param(parameter, gradient)
 
-    The arguments are the class's own, without the parameters. `per_parameter` declares a third-party
-    optimizer to update each parameter independently.
+    Pass the arguments of the class, without the parameters. Set `per_parameter=True` for a third-party
+    optimizer that updates each parameter independently.
     """
     return AnyOptimizer(lambda params: optimizer_class(params, *args, **kwargs), per_parameter)
 
 
 class AnyOptimizer:
-    """An ordinary optimizer that learns of its parameters as they come."""
+    """An ordinary optimizer that adds each parameter to its group when the parameter is first stepped."""
 
     def __init__(self, make: Callable[[list[Tensor]], Optimizer], per_parameter: bool) -> None:
         self._make = make
         self._per_parameter = per_parameter
         self._known: set[Tensor] = set()
-        # A class that can't be used must be refused here, not in the first backward.
+        # Refuse an unsupported class here, not in the first backward.
         check_steppable(make([torch.nn.Parameter(torch.zeros(1, 1))]), per_parameter)
         self.optimizer: Optimizer | None = None
 
     def step_param(self, param: Tensor, grad: Tensor | None) -> None:
-        """Update `param` in place; nothing happens if `grad` is None, as in `Optimizer.step`."""
+        """Update `param` in place. If `grad` is None, do nothing, as `Optimizer.step` does."""
         if grad is None:
             return
         if self.optimizer is None:
@@ -96,7 +97,7 @@ class AnyOptimizer:
 
 
 class _UpdatingHook:
-    """Reduce each bucket, then hand its parameters and gradients on, in order, at the end of backward."""
+    """Reduces each bucket; at the end of backward, passes parameters and gradients to `update` in order."""
 
     def __init__(
         self,
@@ -146,13 +147,13 @@ class _UpdatingHook:
 
 
 def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook:
-    """Wrap a DDP communication hook: each parameter is updated once its bucket's reduction has succeeded.
+    """Wrap a DDP communication hook so that it updates each parameter once its bucket has been reduced.
 
         state = OptimizerHookState(as_functional(torch.optim.SGD, lr=0.1))
         ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
 
-    All updates are finished before `backward()` returns. There is no `step()` to call, and gradients are
-    left as DDP leaves them.
+    All updates are finished before `backward()` returns: don't call `step()`. The gradients stay as DDP
+    leaves them.
     """
 
     def update(bucket: Bucket, gradients: list[Tensor]) -> None:
@@ -168,13 +169,13 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
         return updating(bucket, lambda: hook(hook_state, bucket))
 
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    hook_then_optimizer_wrapper.__qualname__ = f"hook_then_optimizer({name})"  # what DDP's logging shows
+    hook_then_optimizer_wrapper.__qualname__ = f"hook_then_optimizer({name})"  # shown in DDP's log
     return hook_then_optimizer_wrapper
 
 
 @dataclass
 class OptimInBackwardHookState:
-    """The state of `apply_optim_in_backward_hook`: an optimizer, and the ranks to average over.
+    """The state of `apply_optim_in_backward_hook`: an optimizer, and the process group to average over.
 
     For example:
 
@@ -190,18 +191,18 @@ class OptimInBackwardHookState:
         check_steppable(self.optimizer, self.per_parameter)
 
     def groups(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's group, now."""
+        """Each parameter's current group."""
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
 
 def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
-    """A hook that averages like built-in DDP, updates, and leaves no gradients behind.
+    """Make a hook that averages like built-in DDP, updates the parameters, and frees the gradients.
 
         state = OptimInBackwardHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
         ddp.register_comm_hook(state, apply_optim_in_backward_hook(gradient_is_bucket_view=False))
 
-    `gradient_is_bucket_view` is what the model was made with: gradients are then used in place. Parameters
-    of the optimizer that DDP ignores are updated from their local gradients.
+    `gradient_is_bucket_view` must equal the model's `gradient_as_bucket_view`: if True, gradients are used
+    in place. Parameters of the optimizer that DDP ignores are updated from their local gradients.
     """
     running: OptimInBackwardHookState | None = None
 

@@ -1,4 +1,4 @@
-"""Communication hooks of our own, where torch's does not run on gloo."""
+"""lazystep's own communication hooks, for cases where torch's hook does not run on gloo."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .bucket import Future, GradBucket, comm_hook
 def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future:
     """Reduce a bucket in bfloat16: cast, divide by the number of ranks, sum, cast back.
 
-    torch's `bf16_compress_hook` does the same and is refused by DDP without NCCL. The state to register
-    it with is the process group; None is the default one.
+    torch's `bf16_compress_hook` computes the same, but DDP refuses it without NCCL. The hook's state is the
+    process group; None means the default group. Does not wait: returns a future.
 
         overlap_optimizer(ddp, optimizer, hook=bf16_hook)
     """

@@ -1,12 +1,12 @@
-"""The parameters of one optimizer that were stepped inside backward, until `step()` has closed the iteration.
+"""The parameters of one optimizer that backward has stepped early, until `step()` closes the iteration.
 
-`optimizer.step` itself is left alone, so that schedulers made before or after find the class's method.
-A pre-hook of the step hides the gradients of what has been stepped, the ordinary step does the rest
-(parameters outside the buckets, those whose gradient was not certain), and a post-hook shows the
-gradients again. So the optimizer's hooks fire once, and nothing is stepped twice.
+`optimizer.step` is not replaced, so a scheduler still finds the class's own method. Instead, a pre-hook of
+the step hides the gradients of parameters that were stepped early. The ordinary step then updates the rest:
+parameters outside the buckets, and parameters whose gradient was not certain. A post-hook restores the
+gradients. So the optimizer's hooks fire once, and no parameter is stepped twice.
 
-Gradients are kept until the user clears them, to be looked at. They must not be changed: the update has
-been made. `step()` raises if they, the parameters or the hyperparameters were changed in between.
+The gradients stay readable until the user clears them. They must not be changed, because the update has
+already used them: `step()` raises if gradients, parameters or hyperparameters were changed after backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .partial_step import Item, step_only
 
 @dataclass(slots=True)
 class _Seal:
-    """A parameter and its gradient as backward has left them."""
+    """A parameter and its gradient, with their versions at the end of backward."""
 
     parameter: Tensor
     version: int
@@ -40,7 +40,7 @@ class _Seal:
         return cls(parameter, parameter._version, gradient, -1 if gradient is None else gradient._version)
 
     def changed(self) -> str:
-        """What is not as it was; empty if nothing."""
+        """Which of the two has changed since; empty if neither has."""
         gradient = self.gradient
         if self.parameter.grad is not gradient:
             return "the gradient of"
@@ -50,10 +50,10 @@ class _Seal:
 
 
 class EarlySteps:
-    """Steps parameters of `optimizer` before its `step()` is called, and makes that call finish the rest.
+    """Steps parameters of `optimizer` early, and makes `optimizer.step()` update only the rest.
 
-    `check` runs first in every `step()` and raises what must be raised there; `reloaded` runs when the
-    optimizer has loaded a state; `names` are those of the model's parameters.
+    `check` runs first in every `step()` and raises an error if training must not go on. `reloaded` runs after
+    the optimizer has loaded a state. `names` are the names of the model's parameters.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EarlySteps:
         self._seals: list[_Seal] = []
         self._hyperparameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        # How deep in `step()` this is: a subclass that calls `super().step()` fires the hooks twice.
+        # The nesting depth of `step()`: a subclass that calls `super().step()` fires the hooks twice.
         self._depth = 0
         self._pre_hook = optimizer.register_step_pre_hook(self._before_step)
         self._post_hook = optimizer.register_step_post_hook(self._after_step)
@@ -79,7 +79,7 @@ class EarlySteps:
 
     @property
     def is_open(self) -> bool:
-        """Whether parameters have been stepped that `step()` has not closed yet."""
+        """Whether parameters were stepped early and `step()` has not been called since."""
         return bool(self._stepped)
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -87,25 +87,25 @@ class EarlySteps:
 
     @property
     def num_stepped(self) -> int:
-        """How many parameters that is."""
+        """How many parameters were stepped early since the last `step()`."""
         return len(self._stepped)
 
     def step(self, items: Sequence[Item]) -> None:
-        """Step these parameters now. What fails in mid-way leaves some of them updated: it is not undone."""
+        """Step these parameters now. An error can leave some of them updated; they are not restored."""
         if not self._stepped:
             self._hyperparameters = [(group, _snapshot(group)) for group in self.optimizer.param_groups]
         self._stepped.update(dict.fromkeys(p for p, _, _ in items))
         step_only(self.optimizer, items)
 
     def seal(self) -> None:
-        """Remember the gradients as backward has left them."""
-        self._depth = 0  # a step that raised has left it
+        """Remember parameters and gradients as they are at the end of backward."""
+        self._depth = 0  # it is not 0 after a step() that raised
         self._seals = [_Seal.of(p) for p in self._stepped]
-        # Another's pre-hook must see the gradients (and be caught if it changes them), so ours goes last.
+        # Other pre-hooks must see the gradients, and we must notice if they change them: ours runs last.
         put_innermost(self.optimizer, self._pre_hook, self._post_hook)
 
     def forget(self) -> None:
-        """Close the iteration: `step()` is done, or the state that was updated has been replaced."""
+        """Close the iteration, after `step()`, or after the updated state was replaced by a reload."""
         self._show()
         self._depth = 0
         self._stepped, self._seals, self._hyperparameters = {}, [], []
@@ -129,7 +129,7 @@ class EarlySteps:
 
         def closure_then_hide() -> Any:
             depth = self._depth
-            loss = closure()  # backward, and with it the early steps, happens in here
+            loss = closure()  # runs backward, and with it the early steps
             self._depth = depth
             self._check_and_hide()
             return loss
@@ -147,7 +147,7 @@ class EarlySteps:
             if self._stepped:
                 self._refuse_changes()
         except BaseException:
-            self._depth = 0  # the post-hook won't come
+            self._depth = 0  # the post-hook won't run
             raise
         self._hidden = [(p, p.grad) for p in self._stepped]
         for p in self._stepped:
@@ -186,8 +186,8 @@ class EarlySteps:
 def _called_by_grad_scaler() -> bool:
     """Whether `step()` was called by `GradScaler.step`.
 
-    Its kernel for the CPU scales gradients without a new version, and a fused optimizer scales inside its
-    own kernel: neither leaves a trace on the gradients.
+    The call stack is searched because the gradients don't show it: the scaler's CPU kernel changes gradients
+    without a new version, and a fused optimizer unscales inside its own kernel.
     """
     scaler = torch.amp.GradScaler
     frame = inspect.currentframe()
@@ -199,7 +199,7 @@ def _called_by_grad_scaler() -> bool:
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters; the number of its parameters stands for them."""
+    """A group's hyperparameters, and the number of its parameters in place of the parameters."""
     values = {key: value for key, value in group.items() if key != "params"}
     tensors = {key: (value, value._version) for key, value in values.items() if isinstance(value, Tensor)}
     return {**values, **tensors, "number of params": len(group["params"])}

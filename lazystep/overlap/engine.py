@@ -1,10 +1,14 @@
-"""Overlap for one DDP model: the hook in its only slot, and the optimizers that share it.
+"""Overlap for one DDP model: the hook in the model's only slot, and the optimizers that share the hook.
 
-What is certain inside backward is updated there: a parameter whose gradient this pass has produced, from
-a reduction that has succeeded. Everything else is left to the ordinary `optimizer.step()`, which sees
-the gradients exactly as plain DDP leaves them: parameters outside the buckets, parameters that this rank
-did not use in this pass (whether another did is known only to DDP's finalizer), all of a static graph's
-first iteration, and all parameters when clipping by norm or a GradScaler needs every gradient first.
+The engine receives buckets from DDP. It updates a parameter inside backward only if this backward has
+produced the parameter's gradient and the reduction has succeeded. The ordinary `optimizer.step()` updates
+all other parameters, from gradients exactly as plain DDP leaves them:
+
+- parameters outside the buckets;
+- parameters that this rank did not use in this backward (only DDP's finalizer knows whether another rank
+  used them);
+- all parameters in the first iteration of a static graph;
+- all parameters if clipping by norm or a GradScaler needs every gradient first.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from .side_stream import SideStream
 
 @dataclass(frozen=True)
 class Clipping:
-    """What happens to the gradients between the reduction and the update."""
+    """How gradients are scaled and clipped between the reduction and the update."""
 
     max_norm: float | None = None
     norm_type: float = 2.0
@@ -46,13 +50,13 @@ class Clipping:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether nothing can be updated before the last gradient is known."""
+        """Whether no parameter can be updated before the last gradient is known."""
         return self.max_norm is not None or self.grad_scaler is not None
 
 
 @dataclass(eq=False)
 class Attached:
-    """An optimizer of the model: its early steps, and the parameters that may have them (None: all)."""
+    """One optimizer of the model: its early steps, and the parameters to step early (None: all)."""
 
     early: EarlySteps
     parameters: set[Tensor] | None
@@ -60,9 +64,10 @@ class Attached:
 
 @dataclass
 class Statistics:
-    """What overlap did so far. `parameters_left`: of the model, updated by `optimizer.step()` instead.
+    """Counts of what overlap has done so far.
 
-    For example:
+    `parameters_updated` counts updates inside backward, `parameters_left` those of model parameters that
+    `optimizer.step()` made instead.
 
         print(handle.statistics.parameters_updated, handle.statistics.seconds_waiting)
     """
@@ -76,9 +81,9 @@ class Statistics:
 
 @dataclass
 class _Pass:
-    """What is known of the backward under way."""
+    """The state of the backward that is running."""
 
-    # Parameters whose gradient this rank has produced, with the memory that the gradient was in.
+    # Parameters whose gradient this rank has produced, with the address of the gradient's memory.
     produced: dict[Tensor, int] = field(default_factory=dict)
     owners: dict[Tensor, tuple[Attached, dict[str, Any]]] = field(default_factory=dict)
     divisor: int = 0
@@ -86,18 +91,18 @@ class _Pass:
 
 
 class _EngineRef(weakref.ref["Engine"]):
-    """The state of our hook: by its type an engine's hook is known."""
+    """The state of our hook. Its type tells our hook from other hooks."""
 
 
 def _note_produced(produced: dict[Tensor, int], parameter: Tensor) -> None:
-    """A gradient has been accumulated: remember that, and the memory that it is in."""
+    """Remember that this parameter's gradient was accumulated, and the address of the gradient's memory."""
     gradient = parameter.grad
     in_memory = gradient is not None and not gradient.is_sparse
     produced[parameter] = gradient.untyped_storage().data_ptr() if in_memory else 0  # type: ignore[union-attr]
 
 
 class Engine:
-    """Made once per DDP model, by the first `overlap_optimizer`; lives as long as the model."""
+    """Overlap for one DDP model. The first `overlap_optimizer` makes it; it lives as long as the model."""
 
     def __init__(
         self,
@@ -132,12 +137,12 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no optimizer is attached: the hook then only reduces."""
+        """Whether no optimizer is attached, so that the hook only reduces."""
         return not self._attached
 
     @staticmethod
     def of(ddp: DistributedDataParallel) -> Engine | None:
-        """The engine that has the model's hook slot."""
+        """The engine whose hook is in the model's slot; None if there is none."""
         found = registered_hook(ddp)
         return found[1]() if found and isinstance(found[1], _EngineRef) else None
 
@@ -151,12 +156,12 @@ class Engine:
             assert engine is not None  # the model owns it
             return engine._on_bucket(bucket)
 
-        overlap_hook.__qualname__ = f"overlap_optimizer({inner})"  # what DDP's logging shows
-        # DDP's C++ side keeps the state where the garbage collector can't see it.
+        overlap_hook.__qualname__ = f"overlap_optimizer({inner})"  # shown in DDP's log
+        # A weak reference: DDP's C++ side keeps the state where the garbage collector can't see it.
         self.ddp.register_comm_hook(_EngineRef(self), overlap_hook)
 
     def attach(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> Attached:
-        """Let an optimizer's parameters be updated in backward."""
+        """From now on, update this optimizer's parameters in backward."""
         self._health.add(optimizer)
         early = EarlySteps(optimizer, self.check, self._health.reloaded, self._names)
         attached = Attached(early, None if parameters is None else set(parameters))
@@ -164,7 +169,7 @@ class Engine:
         return attached
 
     def detach(self, attached: Attached) -> None:
-        """Let it go again. The hook stays, and reduces like built-in DDP."""
+        """Stop updating this optimizer's parameters in backward. The hook stays and still reduces."""
         if attached.early.is_open:
             raise OverlapError("parameters were updated in backward(): call optimizer.step() before remove()")
         if attached in self._attached:
@@ -177,7 +182,7 @@ class Engine:
         return any(attached.early.optimizer is optimizer for attached in self._attached)
 
     def num_left_to_step(self) -> int:
-        """How many updates `step()` has made itself, since the optimizers were attached."""
+        """How many updates of model parameters `step()` has made since the optimizers were attached."""
         return sum(attached.early.num_left_to_step for attached in self._attached)
 
     def owned(self) -> set[Tensor]:
@@ -192,7 +197,7 @@ class Engine:
     # -- health ------------------------------------------------------------------------------------
 
     def check(self, wait: bool = False) -> None:
-        """Raise if training must not go on; with `wait`, after every rank has finished its updates."""
+        """Raise if training must not go on. With `wait`, block until every rank has finished its updates."""
         self._health.check()
         try:
             self.peers.check(wait)
@@ -207,7 +212,7 @@ class Engine:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self._attached:
-            self.check(wait=True)  # before the next collective of DDP, which a failed rank won't join
+            self.check(wait=True)  # before DDP's next collective, which a failed rank would not join
         self._pass.produced.clear()
 
     # -- in backward -------------------------------------------------------------------------------
@@ -228,8 +233,8 @@ class Engine:
         return future
 
     def _begin(self, bucket: Bucket, updates: bool) -> None:
-        """Settle what holds for all buckets of this pass."""
-        # Under join, the joined ranks call the hook too, and say so: DDP does not tell the divisor.
+        """Decide what applies to all buckets of this backward: the divisor, and whether to refuse."""
+        # Under join, DDP does not tell the divisor. Joined ranks call the hook too, so we count active ranks.
         shrinks = self.hook is None and divides_by_active_ranks(self.ddp)
         self._pass.divisor = self.peers.count(updates) if shrinks else self.ddp.process_group.size()
         self._pass.refusal = None
@@ -245,7 +250,7 @@ class Engine:
         if self.hook is not None:
             try:
                 future = self.hook(self.hook_state, grad_bucket)
-            except BaseException as error:  # as in plain DDP it breaks the reducer: no way to go on
+            except BaseException as error:  # it breaks the reducer, as in plain DDP
                 self._health.poison(error)
                 raise
             future.add_done_callback(lambda _: events.reduced())
@@ -274,15 +279,15 @@ class Engine:
         return was_view
 
     def _is_certain(self, parameter: Tensor) -> bool:
-        """Whether plain DDP is bound to give this parameter the reduced gradient."""
+        """Whether plain DDP would surely give this parameter the reduced gradient."""
         if self.ddp.static_graph and self.log.num_backwards == 1:
-            return False  # the finalizer has run, and may have left the gradient alone
+            return False  # the finalizer has already run, and may not have written this gradient
         if self.ddp.find_unused_parameters or self.ddp.static_graph:
             return parameter in self._pass.produced
         return True
 
     def _update(self, bucket: Bucket, reduced: Tensor) -> int:
-        """Update what is certain of a reduced bucket; the number of parameters updated."""
+        """Update the bucket's parameters whose gradient is certain. Returns how many were updated."""
         if self._pass.refusal is not None:
             raise self._pass.refusal
         self.statistics.buckets += 1
@@ -314,7 +319,7 @@ class Engine:
         return sum(len(items) for _, items in by_optimizer.values())
 
     def _find_owners(self) -> dict[Tensor, tuple[Attached, dict[str, Any]]]:
-        """Each parameter's optimizer and group, looked up in every backward: loading replaces the groups."""
+        """Each parameter's optimizer and group, found anew in every backward: loading replaces groups."""
         owners: dict[Tensor, tuple[Attached, dict[str, Any]]] = {}
         for attached in self._attached:
             for group in attached.early.optimizer.param_groups:
@@ -326,16 +331,16 @@ class Engine:
         return owners
 
     def _drained(self, error: BaseException | None) -> None:
-        """All updates of this backward are done, or one has failed. DDP's finalizer comes next."""
+        """Tell the other ranks whether the updates of this backward failed. DDP's finalizer runs next."""
         if error is not None:
             self._health.poison(error)
         try:
             self.peers.announce(failed=error is not None)
-        except Exception as cause:  # no way to tell them: the reduction's own error is the one to raise
+        except Exception as cause:  # a broken connection: the reduction's own error matters more
             self._health.poison(error or cause)
 
     def _finish(self) -> None:
-        """After DDP's finalizer: gradients are as plain DDP leaves them."""
+        """Clip and count, after DDP's finalizer: gradients are now as plain DDP leaves them."""
         self._pass.produced.clear()
         self._clip()
         stepped = sum(attached.early.num_stepped for attached in self._attached)
@@ -358,5 +363,5 @@ class Engine:
         if clipping.clip_value is not None:
             nn.utils.clip_grad_value_(self.ddp.parameters(), clipping.clip_value)
         if clipping.max_norm is not None:
-            parameters = list(self.ddp.parameters())  # the order that the norms are added up in
+            parameters = list(self.ddp.parameters())  # the norm depends on the order of addition
             self.total_norm = nn.utils.clip_grad_norm_(parameters, clipping.max_norm, clipping.norm_type)

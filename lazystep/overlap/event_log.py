@@ -1,4 +1,4 @@
-"""What happened to each bucket and when: ready, reduced, updated; as a list and as a Chrome trace."""
+"""When each bucket became ready, was reduced and was updated; as a list and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from .. import timeline
 
-# Backward passes whose buckets are kept.
+# The number of backward passes whose buckets are kept.
 CAPACITY = 64
 
 
 @dataclass
 class BucketEvents:
-    """The life of one bucket in one backward; times in seconds of `time.perf_counter`, 0 if not (yet).
+    """The times of one bucket in one backward: seconds of `time.perf_counter`, 0 if not (yet) reached.
 
-    A bucket is ready when its last gradient is. `updated` counts the parameters that were updated before
-    `backward()` returned; the others of the bucket are left to `optimizer.step()`.
+    A bucket is ready when its last gradient is ready. `updated` counts the parameters that were updated
+    before `backward()` returned; `optimizer.step()` updates the bucket's other parameters.
 
         for event in handle.events():
             print(event.bucket, event.reduce_end - event.reduce_start)
@@ -38,12 +38,12 @@ class BucketEvents:
     updated: int = 0
 
     def reduced(self) -> None:
-        """Note the end of the reduction; runs on the thread that ended it."""
+        """Note the end of the reduction. Called on the thread that ended it."""
         if not self.reduce_end:
             self.reduce_end = time.perf_counter()
 
     def spans(self) -> Iterator[timeline.Span]:
-        """What has ended so far, in a row for updates and one for each bucket's reduction."""
+        """The spans that have ended so far: one row for updates, and one row per bucket for reductions."""
         args = {"backward": self.backward, "bytes": self.num_bytes, "updated": self.updated}
         rows = [
             ("update", self.update_start, self.update_end, "updates"),
@@ -55,14 +55,14 @@ class BucketEvents:
 
 
 class EventLog:
-    """The buckets of the last backward passes, oldest first. Costs five clock readings per bucket."""
+    """The buckets of the last backward passes, oldest first. Reads the clock five times per bucket."""
 
     def __init__(self) -> None:
         self.num_backwards = 0
         self._events: deque[BucketEvents] = deque()
 
     def bucket_ready(self, index: int, buffer: Tensor) -> BucketEvents:
-        """Begin the entry of a bucket; bucket 0 begins a backward."""
+        """Begin the entry of a bucket. Bucket 0 also begins a new backward."""
         now = time.perf_counter()
         if index == 0:
             self.num_backwards += 1
@@ -76,9 +76,9 @@ class EventLog:
         return events
 
     def list(self) -> list[BucketEvents]:
-        """All entries that are kept."""
+        """All kept entries, oldest first."""
         return list(self._events)
 
     def to_chrome_trace(self, rank: int) -> dict[str, Any]:
-        """The log in the trace event format: one process per rank, one row per bucket and one for updates."""
+        """The log in Chrome's trace format: one process per rank, one row per bucket, one row for updates."""
         return timeline.chrome_trace((span for e in self._events for span in e.spans()), rank, f"rank {rank}")

@@ -1,7 +1,7 @@
-"""`optimizer_in_backward`: without DDP, update each parameter as its gradient is ready, and free it.
+"""`optimizer_in_backward`: without DDP, update a parameter when its gradient is ready, and free the gradient.
 
-At no time do all gradients exist: that is the memory it saves. Parameters may be gathered up to a size, for
-optimizers that are faster on several at once (foreach, fused).
+This saves memory because all gradients never exist at the same time. Parameters can be gathered up to a given
+size, for optimizers that are faster on several parameters at once (foreach, fused).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .partial_step import check_steppable
 
 
 class InBackwardHandle:
-    """What `optimizer_in_backward` returns: counts the updates, and ends them.
+    """The handle that `optimizer_in_backward` returns: it counts the updates, and can end them.
 
     For example:
 
@@ -46,13 +46,16 @@ class InBackwardHandle:
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for p in {p: None for group in optimizer.param_groups for p in group["params"]}:
             if p.requires_grad:
-                # A tensor keeps its hooks where the garbage collector can't see them; the model's hook
-                # above is what keeps this object alive.
+                # A weak reference: a tensor keeps its hooks where the garbage collector can't see them. The
+                # model's hook above keeps this object alive.
                 hook = partial(_pass_on, weakref.ref(self))
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
-        """End it: from now on `step()` does it all. Raises if `step()` is still to come."""
+        """Stop updating in backward: from now on `step()` updates all parameters.
+
+        Raises `OverlapError` between a backward and its `step()`.
+        """
         if self._early.is_open:
             raise OverlapError("parameters were updated in backward(): call optimizer.step() before remove()")
         self._early.remove()
@@ -70,7 +73,7 @@ class InBackwardHandle:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._health.check()
-        self._in_pass = False  # a backward that raised has left it
+        self._in_pass = False  # it is still True after a backward that raised
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         if parameter.grad is None:
@@ -100,7 +103,7 @@ class InBackwardHandle:
 
     def _update(self) -> None:
         ready, self._ready = self._ready, []
-        # A parameter that was dropped from the groups keeps its gradient, as it would without us.
+        # A parameter that the user removed from the groups keeps its gradient, as in a plain loop.
         items = [(p, p.grad, self._groups[p]) for p in ready if p.grad is not None and p in self._groups]
         try:
             self._early.step(items)
@@ -129,7 +132,7 @@ def _pass_on(handle: weakref.ref[InBackwardHandle], parameter: Tensor) -> None:
 def optimizer_in_backward(
     model: nn.Module, optimizer: Optimizer, *, gather_bytes: int = 0, per_parameter: bool = False
 ) -> InBackwardHandle:
-    """Update each parameter inside `backward()`, as its gradient is ready, and free the gradient at once.
+    """Update each parameter inside `backward()`, when its gradient is ready, and free the gradient at once.
 
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer_in_backward(model, optimizer)
@@ -138,13 +141,14 @@ def optimizer_in_backward(
             optimizer.step()                     # closes the iteration, fires hooks
             optimizer.zero_grad()
 
-    The numbers are those of the same loop without it. After `backward()` the gradients are gone:
-    `clip_grad_norm_` finds none and returns 0. A second backward before `step()` raises. Call `step()` to
-    close each iteration; schedulers, `state_dict` and step hooks work as ever.
+    The results equal those of the same loop without this call. After `backward()` the gradients are gone:
+    `clip_grad_norm_` finds none and returns 0. Call `step()` to close each iteration; a second backward
+    before `step()` raises `OverlapError`. Schedulers, `state_dict` and step hooks work as usual. Nothing here
+    blocks or synchronizes.
 
-    `gather_bytes`: update parameters together once so many bytes of gradients have gathered, and what is left
-    at the end of backward; 0 updates each at once. `per_parameter` declares a third-party optimizer to
-    update each parameter independently.
+    - `gather_bytes`: wait until this many bytes of gradients are ready, then update their parameters
+      together; the rest is updated at the end of backward. 0 updates each parameter at once.
+    - `per_parameter`: set it to True for a third-party optimizer that updates each parameter independently.
     """
     if isinstance(model, DistributedDataParallel):
         raise UnsupportedError(

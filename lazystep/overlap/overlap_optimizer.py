@@ -1,4 +1,4 @@
-"""`overlap_optimizer`: an ordinary optimizer, stepped bucket by bucket while DDP still reduces."""
+"""`overlap_optimizer`: step an ordinary optimizer bucket by bucket, while DDP still reduces later buckets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .peers import Peers
 
 
 class OverlapHandle:
-    """What `overlap_optimizer` returns: looks at the overlap of one optimizer, and ends it.
+    """The handle that `overlap_optimizer` returns: it shows the overlap of one optimizer, and can end it.
 
-    Only `wait()` blocks, on the other ranks; looking does not synchronize.
+    Only `wait()` blocks, until the other ranks are done. The other methods do not synchronize.
 
         handle = overlap_optimizer(ddp, optimizer)
         print(handle.statistics.parameters_updated)
@@ -35,37 +35,38 @@ class OverlapHandle:
         self._attached = attached
 
     def wait(self) -> None:
-        """Block until every rank has finished the updates of the last backward; raise if one failed.
+        """Block until every rank has finished the updates of the last backward; raise if an update failed.
 
-        On this rank they are finished when `backward()` returns; the next forward waits for the others.
+        This rank's updates are finished when `backward()` returns. The next forward waits for the other ranks
+        by itself.
         """
         self._engine.check(wait=True)
 
     def remove(self) -> None:
-        """End the overlap of this optimizer: from now on `step()` does it all.
+        """End the overlap of this optimizer: from now on `step()` updates all parameters.
 
-        DDP can't unregister a hook. Ours stays and reduces exactly like built-in DDP, or like `hook`.
-        Call it on all ranks. Raises if `step()` is still to come.
+        Call it on all ranks. DDP can't unregister a hook, so ours stays; it reduces exactly like built-in
+        DDP, or like `hook`. Raises `OverlapError` between a backward and its `step()`.
         """
         self._engine.detach(self._attached)
 
     @property
     def total_norm(self) -> Tensor | None:
-        """The norm of all gradients in the last backward, before clipping; None without `max_norm`."""
+        """The norm of all gradients of the last backward, before clipping; None without `max_norm`."""
         return self._engine.total_norm
 
     @property
     def statistics(self) -> Statistics:
-        """What happened so far, for all optimizers of the model."""
+        """The counts so far, for all optimizers of the model."""
         left = self._engine.num_left_to_step()
         return replace(self._engine.statistics, parameters_left=left)
 
     def events(self) -> list[BucketEvents]:
-        """What happened to each bucket in the last 64 backward passes."""
+        """The times of each bucket in the last 64 backward passes."""
         return self._engine.log.list()
 
     def timeline(self) -> dict[str, Any]:
-        """The same as a Chrome trace: `json.dump` it to a file and open that in ui.perfetto.dev."""
+        """The same times as a Chrome trace: `json.dump` it to a file and open the file in ui.perfetto.dev."""
         return self._engine.log.to_chrome_trace(self._engine.peers.rank)
 
 
@@ -89,24 +90,24 @@ def overlap_optimizer(
         overlap_optimizer(ddp, optimizer)
         for x, y in loader:                      # the loop stays as it is
             loss_fn(ddp(x), y).backward()        # reduces and updates
-            optimizer.step()                     # finishes what is left, fires hooks
+            optimizer.step()                     # updates the rest, fires hooks
             optimizer.zero_grad()
 
-    The optimizer stays the owner of `param_groups` and `state`: schedulers, `state_dict` and
-    `add_param_group` work as ever. `step()` is to be called once after each synchronized backward.
-    Gradients can be looked at between the two, but not changed: `step()` raises if they were.
+    The optimizer still owns `param_groups` and `state`: schedulers, `state_dict` and `add_param_group` work
+    as usual. Call `step()` once after each synchronized backward. Between the two you can read gradients, but
+    not change them: `step()` raises `OverlapError` if they were changed.
 
-    - `hook`, `hook_state`: a DDP communication hook to reduce with; the outcome is then that of plain DDP
-      with this hook. None reduces as built-in DDP does, to the bit.
-    - `params`: which parameters to update early; all of the optimizer's by default.
-    - `max_norm`, `norm_type`, `clip_value`: clip as `clip_grad_value_` and then `clip_grad_norm_` over
-      `ddp_model.parameters()` do, at the end of backward. A norm needs every gradient first, so with
-      `max_norm`, and with `grad_scaler`, all updates happen in `step()` and none overlaps.
-    - `per_parameter`: declares a third-party optimizer to update each parameter independently.
+    - `hook`, `hook_state`: a DDP communication hook to reduce with; the result equals plain DDP with this
+      hook. None reduces as built-in DDP does, bit for bit.
+    - `params`: the parameters to update early; by default all parameters of the optimizer.
+    - `max_norm`, `norm_type`, `clip_value`: clip at the end of backward, as `clip_grad_value_` and then
+      `clip_grad_norm_` over `ddp_model.parameters()` do. A norm needs every gradient first, so with
+      `max_norm` or `grad_scaler` all updates happen in `step()` and nothing overlaps.
+    - `per_parameter`: set it to True for a third-party optimizer that updates each parameter independently.
 
-    Several optimizers with disjoint parameters may share a model: call this once for each, with the same
-    hook and clipping. A collective call that blocks: settings are compared between the ranks, and a
-    refusal on one is raised on all. `UnsupportedError` says what is refused and what to do instead.
+    Several optimizers with disjoint parameters can share a model: call this once for each, with the same
+    hook and clipping. This is a collective call, and it blocks: the ranks compare their settings, and if one
+    rank refuses, all ranks raise. `UnsupportedError` says what is refused and what to do instead.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise UnsupportedError(
@@ -192,6 +193,6 @@ def _describe(
         settings[f"the parameters of group {index}"] = numbers(group["params"])
         for key, value in group.items():
             if key != "params":
-                # A function's text would differ between ranks by its address alone.
+                # The repr of a function contains its address, which differs between ranks.
                 settings[f"{key} of group {index}"] = getattr(value, "__qualname__", None) or repr(value)
     return settings

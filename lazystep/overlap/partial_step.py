@@ -1,9 +1,8 @@
 """One step of an ordinary optimizer for some of its parameters, with given gradients.
 
-The optimizer stays the owner of `param_groups` and `state`: for the time of the call it is shown groups
-that hold only the chosen parameters, and those parameters have the given gradients. Its own `step` runs,
-so any optimizer whose update of a parameter depends on that parameter alone gives the same numbers as
-one step over all.
+The optimizer still owns `param_groups` and `state`. For the time of the call, its groups hold only the chosen
+parameters, and these parameters have the given gradients. Then the optimizer's own `step` runs. If its update
+of a parameter depends on that parameter alone, the result equals one step over all parameters.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from ..errors import OverlapError, UnsupportedError
 from .optimizer_internals import is_replaced, no_step_hooks, unhooked_step
 
 Group = dict[str, Any]
-# A parameter, the gradient that it is to be stepped with, and the group that it is in.
+# A parameter, the gradient to step it with, and the group that the parameter is in.
 Item = tuple[Tensor, Tensor, Group]
 
 
 def step_only(optimizer: Optimizer, items: Sequence[Item]) -> None:
-    """Step exactly these parameters. Fires none of the optimizer's step hooks, and blocks on nothing."""
+    """Step exactly these parameters. Does not fire the optimizer's step hooks, and does not block."""
     groups: dict[int, tuple[Group, Group]] = {}
     before = []
     for p, gradient, group in items:
@@ -41,7 +40,8 @@ def step_only(optimizer: Optimizer, items: Sequence[Item]) -> None:
         optimizer.param_groups = owned
         for (p, _, _), gradient_before in zip(items, before, strict=True):
             p.grad = gradient_before
-    # Fused kernels on the CPU don't do so themselves; a stale use in a graph must raise, not be wrong.
+    # Fused CPU kernels don't raise the version themselves. It must rise, so that a backward that saved the
+    # old value raises instead of computing wrong gradients.
     torch.autograd.graph.increment_version([p for p, _, _ in items])
     for group, shown in groups.values():
         changed = [key for key in shown if key != "params" and shown[key] is not group.get(key)]
@@ -61,7 +61,7 @@ def check_steppable(optimizer: Optimizer, per_parameter: bool) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters from one closure: step it after backward()")
-    # By name: importing torch.distributed.optim raises a warning of torch's own.
+    # Compared by name: importing torch.distributed.optim makes torch warn.
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise UnsupportedError(
             "ZeroRedundancyOptimizer steps only this rank's shard and broadcasts it: use a plain optimizer"

@@ -1,7 +1,7 @@
-"""What the ranks tell each other beside gradients: their settings at set-up, and whether an update failed.
+"""Messages between ranks beside gradients: their settings at set-up, and whether an update failed.
 
-An own process group on the CPU, so that these messages never come between DDP's collectives. Waits are
-bounded by the group's time-out, which is that of the model's process group.
+The messages use a separate process group on the CPU, so they never mix with DDP's collectives. Every wait
+ends after the time-out of the model's process group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import OverlapError, UnsupportedError
 
 
 class Peers:
-    """The ranks of a DDP model. The first one for a process group is a collective call."""
+    """The ranks of a DDP model. Making the first instance for a process group is a collective call."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         group = _groups.get(ddp.process_group)
@@ -32,7 +32,7 @@ class Peers:
         self._announced: list[tuple[Tensor, dist.Work]] = []
 
     def agree(self, settings: dict[str, str], refusal: Exception | None) -> None:
-        """Raise on every rank if one of them refuses, or if settings differ. Collective, blocks."""
+        """Raise on every rank if one rank refuses, or if settings differ. Collective, blocks."""
         told = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
         everyone = self._gather(json.dumps([settings, told]))
         if refusal is not None:
@@ -64,19 +64,19 @@ class Peers:
         ]
 
     def count(self, active: bool) -> int:
-        """How many ranks are active, in this call of the same hook on all of them. Collective, blocks."""
+        """How many ranks are active (have not joined). All ranks call this in the same hook; blocks."""
         total = torch.tensor([float(active)])
         self._sum(total).wait()
         return int(total.item())
 
     def announce(self, failed: bool) -> None:
-        """Begin to tell the others whether this rank's updates failed. Collective, does not block."""
+        """Begin to tell the other ranks whether this rank's updates failed. Collective, does not block."""
         flags = torch.zeros(self.size)
         flags[self.rank] = float(failed)
         self._announced.append((flags, self._sum(flags)))
 
     def check(self, wait: bool) -> None:
-        """Raise if the others have announced that an update failed; with `wait`, hear all of them first."""
+        """Raise if another rank has announced a failed update. With `wait`, block for all announcements."""
         failed = set()
         while self._announced and (wait or self._announced[0][1].is_completed()):
             flags, work = self._announced.pop(0)
@@ -89,22 +89,22 @@ class Peers:
             )
 
 
-# The models of one process group share one group for their messages; it lives as long as that does.
+# Models with the same process group share one group for messages, which lives as long as the process group.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = weakref.WeakKeyDictionary()
 
 
 def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
-    """A gloo group of the same ranks.
+    """Make a gloo group of the same ranks.
 
-    Made directly: `dist.new_group` is a call for all ranks of the world, and its local variant derives the
-    name from how many groups a rank is in, and hangs if that differs.
+    It is made directly, because `dist.new_group` has to be called on all ranks of the world. Its local
+    variant derives the name from the number of groups that a rank is in, and hangs if ranks differ in that.
     """
     store = PrefixStore(f"lazystep.overlap/{group.group_name}/", group.get_group_store())
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=_timeout(group))
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The time-out of a group; the default one where its backend keeps it to itself."""
+    """The time-out of a group; torch's default if the backend does not expose it."""
     try:
         found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What is refused at set-up, each with its reason and the way out."""
+"""Checks at set-up: each refuses a model, hook or scaler that can't overlap, and names a way out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .ddp_internals import (
 
 
 def check_model(ddp: DistributedDataParallel) -> None:
-    """Raise for a DDP model whose reductions overlap can't follow."""
+    """Raise for a DDP model whose reductions don't all pass through one hook per bucket."""
     if delays_reductions(ddp):
         raise UnsupportedError(
             "delay_all_reduce_named_params reduces outside the buckets, and does not wait: leave it out"
@@ -49,7 +49,7 @@ def check_model(ddp: DistributedDataParallel) -> None:
 
 
 def check_slot_is_free(ddp: DistributedDataParallel) -> None:
-    """Raise if the model has a communication hook that is not ours."""
+    """Raise if the model already has a communication hook."""
     name = hook_name(ddp)
     if name or registered_hook(ddp):
         raise UnsupportedError(
@@ -59,7 +59,7 @@ def check_slot_is_free(ddp: DistributedDataParallel) -> None:
 
 
 def check_hook(ddp: DistributedDataParallel, hook: Any, state: Any) -> None:
-    """Raise for those of torch's hooks that fail, or hang, on this device and backend."""
+    """Raise for a torch hook that fails or hangs on this device and backend."""
     if hook is None:
         return
     if not callable(hook):
@@ -99,7 +99,7 @@ def check_hook(ddp: DistributedDataParallel, hook: Any, state: Any) -> None:
 
 
 def _one_bucket(ddp: DistributedDataParallel) -> bool:
-    """Whether all gradients fit the first bucket, before and after buckets are rebuilt."""
+    """Whether all gradients fit into one bucket, before and after DDP rebuilds the buckets."""
     parameters = [p for p in ddp.module.parameters() if p.requires_grad]
     num_bytes = sum(p.numel() * p.element_size() for p in parameters)
     kinds = {(p.dtype, p.device) for p in parameters}

@@ -1,10 +1,10 @@
-"""The stream that updates run on. On the CPU there is none: calls run at once.
+"""The stream that updates run on, on an accelerator. The CPU has no streams: its updates run at once.
 
-On an accelerator an update waits for backward's kernels and for its own bucket's reduction, not for the
-reductions behind it: it runs on a side stream, which is joined to the current one before `backward()`
+On an accelerator, an update must wait for backward's kernels and for its own bucket's reduction, but not for
+later reductions. So updates run on a side stream, which is joined to the current stream before `backward()`
 returns.
 
-Not run on hardware: the tests drive it with a stand-in that records the calls.
+This module has not run on hardware: the tests use a stand-in that records the calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """A stream of the device's module (`torch.cuda`, ...), made at first use."""
+    """A stream of the device's module (such as `torch.cuda`), made at first use."""
 
     def __init__(self, device_module: Any) -> None:
         self._module = device_module
@@ -31,7 +31,7 @@ class SideStream:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Issue the block's work on the side stream, after all that the current stream has issued."""
+        """Issue the block's work on the side stream, after all work already issued on the current stream."""
         if self._stream is None:
             self._stream = self._module.Stream()
         # Parameters and optimizer state may have been written on the current stream.
@@ -40,7 +40,7 @@ class SideStream:
             yield
 
     def keep_alive(self, tensors: Iterable[Tensor]) -> None:
-        """Tell the allocator that the side stream reads these, so that it does not reuse them too early."""
+        """Tell the allocator that the side stream reads these tensors, so it won't reuse them too early."""
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
