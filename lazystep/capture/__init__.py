@@ -1,1 +1,1 @@
-"""Capture: `@lazystep.step` records a step function and replays it without its Python."""
+"""Capture: `@lazystep.step` records a step function, then replays it without running its Python."""

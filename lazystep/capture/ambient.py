@@ -1,7 +1,7 @@
-"""What torch itself keeps around a step: hooks and modes. Both are private in part.
+"""Hooks and modes that torch keeps outside the step function, read in part from torch's private attributes.
 
-A replay runs no Python, so no hook either: a hook that comes or goes has to be noticed, wherever torch keeps
-it. The public API can add and remove hooks, but not list them.
+A replay runs no Python and therefore no hook, so a replay must notice every hook that was added or removed.
+torch's public API can add and remove hooks, but it can't list them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch.utils._device import DeviceContext
 
 Hooks = dict[int, Any]
 
-# An attribute of a module that belongs to torch, not to whoever wrote the module.
+# Attributes of a module or an optimizer that belong to torch, not to the author of the class.
 FIELDS_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 FIELDS_OF_OPTIMIZERS = frozenset(torch.optim.Optimizer([torch.zeros(())], {}).__dict__)
 
 
 def hooks_of_module(module: nn.Module) -> list[Hooks]:
-    """Those of its forward and backward. Live: what is added later is in them."""
+    """The hooks of the module's forward and backward. Live dicts: later additions appear in them."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [module.__dict__[name] for name in names]
 
 
 def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Hooks]:
-    """Those before and after its step. Live."""
+    """The hooks before and after the optimizer's step. Live dicts."""
     return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
 
 
 def hooks_of_all() -> list[Hooks]:
-    """Those of every module and every optimizer. Live."""
+    """The global hooks, which apply to every module and every optimizer. Live dicts."""
     return [
         modules._global_forward_hooks,
         modules._global_forward_pre_hooks,
@@ -46,13 +46,13 @@ def hooks_of_all() -> list[Hooks]:
 
 
 def hooks_of_tensors(tensors: Sequence[torch.Tensor]) -> list[Hooks]:
-    """Those of all their gradients; nothing in the usual case that there are none."""
+    """The hooks on the gradients of these tensors; an empty list in the usual case of no hooks."""
     hooks = [t._backward_hooks for t in tensors] + [t._post_accumulate_grad_hooks for t in tensors]
     return [one or {} for one in hooks] if any(hooks) else []
 
 
 def modes() -> tuple[Any, ...]:
-    """Everything that makes torch do something else with the same call."""
+    """All torch modes that change what the same call does."""
     c = torch._C
     stack = map(c._get_function_stack_at, range(c._len_torch_function_stack()))
     return (
@@ -63,7 +63,7 @@ def modes() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         c._autograd._top_saved_tensors_default_hooks(True),
-        # `with torch.device(...)` is another object each time.
+        # Each `with torch.device(...)` makes a new object, so compare the device.
         *(mode.device if isinstance(mode, DeviceContext) else mode for mode in stack),
         *map(c._get_dispatch_stack_at, range(c._len_torch_dispatch_stack())),
     )

@@ -1,7 +1,7 @@
-"""The arguments of a captured step: taken apart, moved to the device, and told apart by kind.
+"""The arguments of a captured step: split into leaves, moved to the lazy device, and sorted into kinds.
 
-Calls of one kind share captures: the same structure, tensors of the same types, equal plain values. Floats
-may vary within a kind, since they are inputs of the program.
+Calls share captures if their arguments have the same kind: the same structure, tensors of the same types and
+equal plain values. Floats may vary within a kind, because they are inputs of the program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ..program.types import TensorType
 from ..record.device import find_handle
 from ..record.handle import Handle
 
-# How leaves become arguments again: their number where there is nothing else to it, else a tree's shape.
+# How to build the arguments from the leaves: the number of leaves if there are only positional leaves, else a
+# tree.
 Structure = int | pytree.TreeSpec
 Kind = tuple[Any, ...]
 
@@ -26,10 +27,10 @@ _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, float, int, bool, str, ty
 
 
 def take_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
-    """The leaves of all arguments, with tensors on the lazy device, and their structure."""
+    """The leaves of all arguments, with CPU tensors moved to the lazy device, and their structure."""
     structure: Structure
     if not kwargs and _LEAVES.issuperset(map(type, args)):
-        leaves, structure = list(args), len(args)  # as most steps are called
+        leaves, structure = list(args), len(args)  # fast path: most steps are called like this
     else:
         leaves, structure = pytree.tree_flatten((args, kwargs))
     for number, leaf in enumerate(leaves):
@@ -39,7 +40,7 @@ def take_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], 
 
 
 def put_together(leaves: list[Any], structure: Structure) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with these leaves: positional ones and those with names."""
+    """The positional and keyword arguments that have these leaves."""
     if isinstance(structure, int):
         return leaves, {}
     args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -47,7 +48,7 @@ def put_together(leaves: list[Any], structure: Structure) -> tuple[Sequence[Any]
 
 
 def kind_of(leaves: Sequence[Any], structure: Structure) -> Kind:
-    """What has to be the same for two calls to share captures. Hashable."""
+    """The kind of a call: two calls share captures if their kinds are equal. Hashable."""
     handles = [find_handle(leaf) for leaf in leaves]
     first: dict[int, int] = {}
     same = [
@@ -58,7 +59,7 @@ def kind_of(leaves: Sequence[Any], structure: Structure) -> Kind:
 
 
 def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
-    """`first`: the number of the first leaf that is the same object, or another tensor for its value."""
+    """`first`: the number of the first leaf that is the same object or has the same handle."""
     if isinstance(leaf, torch.Tensor):
         return None if handle is None else handle.type, leaf.requires_grad, first
     if type(leaf) is float:
@@ -67,7 +68,7 @@ def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
         hash(leaf)
     except TypeError:
         if isinstance(leaf, np.ndarray):
-            # By its contents: nothing else tells when it is written in place.
+            # By its contents: nothing else shows that an array was written in place.
             digest = hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest()
             return type(leaf), leaf.dtype.str, leaf.shape, digest
         return type(leaf), id(leaf)
@@ -75,7 +76,7 @@ def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
 
 
 def kind_difference(old: Kind, new: Kind) -> str:
-    """Which argument is of another kind, and what to do about it."""
+    """Which argument has another kind, and what to do about it."""
     if old[0] != new[0]:
         return "its arguments have another structure"
     number = next(n for n, (a, b) in enumerate(zip(old[1:], new[1:], strict=True)) if a != b)

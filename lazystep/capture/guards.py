@@ -1,4 +1,9 @@
-"""What a replay takes for granted: everything around the step is as it was when its call was recorded."""
+"""Guards: the conditions under which a replay is valid.
+
+Guards receive everything that the step function can reach (`Reach`) and remember its values at the start of
+a recorded call. A replay is allowed only if all of it is unchanged. The same comparison finds side effects of
+the recorded call.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,15 @@ _WAY_OUT = "which a replay would not; do that outside"
 
 
 class Guards:
-    """Modes, flags, hooks, numbers and structure around the function, as they were when this was made.
+    """Modes, flags, hooks, numbers and structure around the function, as they were when this object was made.
 
-    Asked at every replay, so it reads flat lists that were made once.
+    `hold` runs before every replay, so it reads flat lists that were made once.
     """
 
     def __init__(self, reach: Reach, host_state: Collection[int]) -> None:
-        """`host_state`: ids of the CPU tensors that a replay itself keeps up to date."""
+        """`host_state`: ids of the CPU tensors that a replay updates itself."""
         self._reach = reach
-        # A tensor on the host is known by its version: what is made from it inside is a constant until then.
+        # CPU tensors are compared by version: a value that the step computes from one is a replay's constant.
         self._host = [
             place
             for place in reach.tensors
@@ -41,7 +46,7 @@ class Guards:
         self._counts = [
             (place.container, place.key) for place in reach.tensors if id(place.get()) in host_state
         ]
-        # Items first, which are read most quickly.
+        # Items first, because they are the fastest to read.
         known = [(place, False) for place in reach.simple] + [(place, True) for place in reach.held]
         known.sort(key=lambda one: one[0].kind != "item")
         places = [place for place, _ in known]
@@ -71,14 +76,14 @@ class Guards:
         return [(type(value), len(value) if isinstance(value, tuple) else 0) for value in tuples]
 
     def _read_sizes(self) -> list[Any]:
-        # Of a dict its keys, in their order: code goes over them.
+        # For a dict, its keys in order: code may iterate over them.
         return [list(c) if isinstance(c, dict) else len(c) for c in self._reach.sizes]
 
     def _read_contents(self) -> list[Any]:
         return list(map(_contents_of, self._reach.contents))
 
     def _read_objects(self) -> list[Any]:
-        """Children, parameters and optimizer state: compared by identity."""
+        """Submodules, parameters and optimizer state, which are compared by identity."""
         objects: list[Any] = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
         for optimizer in self._reach.optimizers:
             objects.append(optimizer.state)
@@ -94,7 +99,7 @@ class Guards:
         tensors = self._reach.tensors_with_gradients()
         flags: list[Any] = [gradient_flags(tensors)]
         if any(self._reach.hooks):
-            flags += map(tuple, self._reach.hooks)  # each hook has a number of its own
+            flags += map(tuple, self._reach.hooks)  # each hook has its own number
         if max(flags[0], default=0) >= HAS_HOOKS:
             flags += map(tuple, hooks_of_tensors(tensors))
         return flags
@@ -112,12 +117,12 @@ class Guards:
         return [_Version(place.get()) for place in self._host]
 
     def _read_random(self) -> list[Any]:
-        # Draws from a `torch.Generator` may be a replay's own: see `RecordedCall`.
+        # A replay repeats draws from a `torch.Generator`: `RecordedCall` checks those.
         generators = [g for g in self._reach.generators if not isinstance(g, torch.Generator)]
         return list(map(_state_of_generator, generators))
 
     def hold(self) -> bool:
-        """Whether everything is as it was when the call began."""
+        """Whether everything is as it was when the recorded call began."""
         try:
             return (
                 modes() == self._modes
@@ -136,11 +141,14 @@ class Guards:
 
     def _hold_values(self) -> bool:
         now = self._read_values()
-        # Most often they are the very same objects.
+        # Identity first: in most calls nothing has changed, and identity is cheap to compare.
         return _are_same(now, self._values) or all(map(_is_same, now, self._values, self._is_held))
 
     def difference(self, other: Guards) -> str:
-        """What was different when another call began, of what both can reach; empty if nothing was."""
+        """The first difference to the start of another call, among the places that both calls can reach.
+
+        Empty if there is none.
+        """
         before = {place.identity: value for place, value in zip(other._places, other._values, strict=True)}
         for place, now, is_held in zip(self._places, self._values, self._is_held, strict=True):
             old = before.get(place.identity, now)
@@ -161,13 +169,13 @@ class Guards:
         return "an optimizer's options" if self._groups != other._groups else ""
 
     def find_side_effect(self) -> str:
-        """Something that the call itself has changed: a replay would leave it as it is."""
+        """A change that the recorded call itself has made and a replay would not make; empty if none."""
         try:
             now = self._read_values()
         except (KeyError, IndexError):
             return f"it removes an attribute or an item, {_WAY_OUT}"
         for place, before, after, is_held in zip(self._places, self._values, now, self._is_held, strict=True):
-            # A slot that held nothing may come to hold a tensor: that is state, not a side effect.
+            # A place that held None may now hold a tensor: that is state, not a side effect.
             if before is not None and not _is_same(before, after, is_held):
                 change = _describe_change(before, after, is_held)
                 return f"it changes {place.name} {change}, {_WAY_OUT}"
@@ -194,7 +202,7 @@ class Guards:
 
 
 class _Version:
-    """A CPU tensor at one moment. Holds it: another one may get the id of one that is gone."""
+    """A CPU tensor at one moment. Keeps the tensor alive, because a new tensor could get a dead one's id."""
 
     __slots__ = ("contents", "number", "tensor")
 
@@ -205,7 +213,7 @@ class _Version:
             return
         if not tensor.is_inference():
             self.number = tensor._version
-        # NumPy, `.data` and other processes write without counting: a small one is compared as a whole.
+        # NumPy, `.data` and other processes write without a new version: compare small tensors by value.
         if tensor.layout == torch.strided and (tensor.nbytes <= _MAX_TENSOR or tensor.is_inference()):
             self.contents = _bytes_of(tensor)
 
@@ -234,7 +242,7 @@ def _is_same(a: Any, b: Any, is_held: bool) -> bool:
 
 
 def _types_of(value: Any) -> Any:
-    """1 and 1.0 are equal, but not to an op."""
+    """The types in a value: 1 and 1.0 are equal in Python, but an op treats them differently."""
     return [tuple, *map(_types_of, value)] if type(value) is tuple else type(value)
 
 

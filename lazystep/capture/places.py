@@ -1,4 +1,4 @@
-"""Where a step finds its state: a slot of a container, of an object, of a closure."""
+"""Places: the slots of containers, objects and closures in which a step finds its state."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 class Place(NamedTuple):
     """A slot: `container[key]`, a closure's cell, an attribute, a gradient, or an element of a tuple.
 
-    The container of an element is the place of its tuple, which is replaced when the element is set. That of
-    a gradient is a parameter, or the place of a tensor that may be replaced.
+    The container of an element is the place of its tuple: setting the element replaces the tuple. The
+    container of a gradient is a parameter, or the place of a tensor that may be replaced.
     """
 
     container: Any
@@ -17,7 +17,7 @@ class Place(NamedTuple):
     kind: str  # "item", "cell", "attribute", "class", "context", "grad" or "element"
 
     def get(self) -> Any:
-        """What is there now; None if the slot is gone."""
+        """The value in the slot now; None if the slot no longer exists."""
         if self.kind == "item":
             try:
                 return self.container[self.key]
@@ -27,7 +27,7 @@ class Place(NamedTuple):
             return getattr(self._tensor(), "grad", None)
         if self.kind == "attribute":
             return getattr(self.container, self.key, None)
-        if self.kind == "class":  # not `getattr`: what a class itself has, unbound
+        if self.kind == "class":  # not `getattr`, which would search base classes and bind methods
             return self.container.__dict__.get(self.key)
         if self.kind == "context":
             return self.container.get(None)
@@ -41,7 +41,7 @@ class Place(NamedTuple):
             return None
 
     def set(self, value: Any) -> None:
-        """Put a value there."""
+        """Put a value into the slot."""
         if self.kind == "item":
             self.container[self.key] = value
         elif self.kind == "grad":
@@ -63,16 +63,16 @@ class Place(NamedTuple):
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What is equal for the same slot of the same container. Hashable."""
+        """A key for this slot: equal for the same slot of the same container. Hashable."""
         is_nested = isinstance(self.container, Place)
         return self.container.identity if is_nested else id(self.container), self.key, self.kind
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """The slot's name in messages."""
         return name_of(self.key)
 
 
 def name_of(key: Any) -> str:
-    """What to call a slot with this key in a message."""
+    """The name, in messages, of a slot with this key."""
     return "a variable" if key is None else repr(key)

@@ -1,8 +1,11 @@
-"""Everything that a step function can reach: where its state is, and what must be as it was for a replay.
+"""Everything that a step function can reach: the places of its state, and the values that guards compare.
 
-Code reaches variables of closures, globals, and from there on attributes, by name. So namespaces (objects,
-classes, modules) are read by the names that the code uses, and the code that is found there is read in turn,
-until nothing new is found. What no code names is not the step's: a trainer may count its steps.
+Code reaches closure variables and globals by name, and from them attributes, also by name. So this module
+collects the names that the code uses, and looks these names up in the namespaces (objects, classes, modules)
+that it meets. Functions found there bring more names and more namespaces; the search ends when nothing new
+is found. An attribute that no code names is ignored: a trainer may count its steps without ending the replay.
+
+`Guards`, `RecordedCall` and `Replay` use the resulting flat lists.
 """
 
 from __future__ import annotations
@@ -40,19 +43,19 @@ from .ambient import (
 from .places import Place, name_of
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-# What a step function can reach through these is not its state.
+# Values that are not searched: objects reachable only through them are not the step's state.
 _OPAQUE = (types.BuiltinFunctionType, torch.Size, logging.Logger)
-# Code of these changes no more, and what it names is its own.
+# Packages whose code is not read: it does not change while the program runs, and its globals are its own.
 _WITHOUT_STATE = frozenset(("torch", "lazystep", "numpy", "builtins"))
 _FOREIGN = _WITHOUT_STATE | sys.stdlib_module_names
 _MAX_OBJECTS = 50_000
-_MAX_COMPARED = 1 << 20  # bytes of an array: larger ones would take longer than the step
-# Known to torch, so that no code of the step needs to name them.
+_MAX_COMPARED = 1 << 20  # bytes of an array: comparing a larger one could take longer than the step
+# Names that torch itself uses, so the step uses them without naming them.
 _IMPLICIT = ("forward", "backward", "setup_context", "training")
-# Classes of torch and Python whose own code reads no attribute that a subclass brings.
+# Classes of torch and Python whose own code reads no attribute that a subclass adds.
 _TRANSPARENT = (object, nn.Module, torch.optim.Optimizer, types.SimpleNamespace, argparse.Namespace)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-# With one of these at hand an attribute needs not be named to be read.
+# Code that uses one of these names can read an attribute without naming it.
 _DYNAMIC = frozenset(("getattr", "hasattr", "vars", "__dict__", "eval", "exec", "globals", "locals"))
 _DYNAMIC |= {"attrgetter", "asdict", "astuple", "fields", "copy", "deepcopy"}
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
@@ -61,50 +64,50 @@ _NOT_OPERATORS |= {"__dict__", "__weakref__"}
 
 
 class _Namespace:
-    """What names stand for in an object, a class or a module."""
+    """The names in an object, a class or a module, and their values."""
 
     def __init__(self, values: Any, is_objects: bool, hidden: Collection[str] = ()) -> None:
         """`values`: a dict of names, or a class."""
         self.values: Mapping[str, Any] = values.__dict__ if isinstance(values, type) else values
-        self.is_objects = is_objects  # or a class's: code may look at attributes without naming them
-        self.done: set[str] = set(hidden)  # names that have been read, or are not to be
+        self.is_objects = is_objects  # of an object or class: code may read attributes without naming them
+        self.done: set[str] = set(hidden)  # names that were already read, or that must not be read
         self._owner = values
 
     def place(self, name: str) -> Place:
-        """Where a name is kept."""
+        """The place of a name."""
         return Place(self._owner, name, "class" if isinstance(self._owner, type) else "item")
 
 
 class Reach:
-    """What a function can reach, as flat lists."""
+    """Everything that a function can reach, as flat lists."""
 
     def __init__(
         self, function: Callable[..., Any], roots: Sequence[Any], closures: Collection[types.CodeType] = ()
     ) -> None:
-        """`closures`: functions that run after the step, whose own state is not the step's."""
+        """`closures`: code that runs after the step, whose state does not belong to the step."""
         self._closures = closures
         self._package = (getattr(function, "__module__", None) or "").partition(".")[0]
-        self.tensors: list[Place] = []  # those that hold a tensor, or nothing yet
-        self.simple: list[Place] = []  # numbers, strings and the like, known by comparison
-        self.held: list[Place] = []  # functions, containers and objects, known by identity
-        self.tuples: list[Place] = []  # those that hold tensors or objects: what they consist of
-        self.sizes: list[Any] = []  # lists and dicts: whether they grow
-        self.fields: list[Any] = []  # attributes of objects and classes: whether there are more of them
-        self.contents: list[Any] = []  # sets, arrays and bytes: whether they are the same
-        self.generators: list[Any] = [random, np.random]  # of random numbers
+        self.tensors: list[Place] = []  # places that hold a tensor, or None so far
+        self.simple: list[Place] = []  # numbers, strings and other values, compared with ==
+        self.held: list[Place] = []  # functions, containers and objects, compared by identity
+        self.tuples: list[Place] = []  # tuples with tensors or objects, compared by type and length
+        self.sizes: list[Any] = []  # lists and dicts, compared by length or keys
+        self.fields: list[Any] = []  # attributes of objects and classes, compared by their number
+        self.contents: list[Any] = []  # sets, arrays and bytes, compared by contents
+        self.generators: list[Any] = [random, np.random]  # random number generators
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.holds_groups = False  # whether a group of an optimizer has a value that is no number
+        self.holds_groups = False  # whether an optimizer's group has a value that is not simple
         self.hooks: list[Hooks] = hooks_of_all()
-        self.reason = ""  # why no replay can know whether something has changed
+        self.reason = ""  # why a replay could miss a change; empty if it can't
         self._names: set[str] = set(_IMPLICIT)
         self._namespaces: list[_Namespace] = []
         self._iterators: list[str] = []
         self._called: set[type] = set()
         self._leaves: list[Place] = []
-        self._seen_tensors: set[int] = set()  # not kept: state that is replaced must not stay
+        self._seen_tensors: set[int] = set()  # ids only: this object must not keep replaced state alive
         self._seen: set[int] = set()
-        self._kept: list[Any] = []  # ids stay unique as long as their objects live
+        self._kept: list[Any] = []  # the objects of `_seen`, kept alive so that their ids stay unique
         self._walk(function)
         for root in roots:
             self._walk(root)
@@ -131,7 +134,7 @@ class Reach:
             )
 
     def tensors_with_gradients(self) -> list[torch.Tensor]:
-        """Parameters, and what is there now where there were other leaves that want gradients."""
+        """Parameters, and the tensors that are now in the places of other leaves that require gradients."""
         if not self.leaves:
             return self.parameters
         now = [place.get() for place in self.leaves]
@@ -145,7 +148,7 @@ class Reach:
             return
         for cell in function.__closure__ or ():
             self._slot(Place(cell, None, "cell"))
-        # By its globals: a decorator of torch's makes functions that say they are the user's.
+        # Judged by its globals: functions made by torch's decorators carry the user's module name.
         if self._is_foreign(function.__globals__.get("__name__")):
             return
         self.held += [Place(function, "__code__", "attribute"), Place(function, "__defaults__", "attribute")]
@@ -164,21 +167,21 @@ class Reach:
                 self._walk(sys.modules.get(module))
 
     def _walk_namespaces(self) -> None:
-        """Read all namespaces by all names. What is found may bring further ones of both."""
+        """Look up all names in all namespaces, until this brings no new names and no new namespaces."""
         is_new = True
         while is_new:
             is_new = False
             for namespace in self._namespaces.copy():
                 there = namespace.values.keys() - namespace.done
                 is_all = namespace.is_objects and not self._names.isdisjoint(_DYNAMIC)
-                # Sorted: lists of two recordings are compared.
+                # Sorted, because the lists of two recordings are compared in order.
                 for name in sorted(there if is_all else there & self._names):
                     namespace.done.add(name)
                     self._slot(namespace.place(name))
                     is_new = True
 
     def _walk_class(self, kind: type, is_called: bool = False) -> None:
-        """`is_called`: code has the class itself, and may make objects of it."""
+        """`is_called`: code can reach the class itself, and may make objects of it."""
         foreign = [base for base in kind.__mro__ if base is not object and self._is_foreign(base.__module__)]
         for base in kind.__mro__:
             if self._is_foreign(base.__module__):
@@ -193,7 +196,7 @@ class Reach:
             self._namespaces.append(namespace)
             self.fields.append(namespace.values)
             for name, value in namespace.values.items():
-                # Operators, and what torch's or Python's own code calls.
+                # Operators, and methods that torch's or Python's own code calls.
                 is_method = isinstance(value, types.FunctionType) and name not in _NOT_OPERATORS
                 if is_method and (name.startswith("__") or any(hasattr(other, name) for other in foreign)):
                     self._slot(namespace.place(name))
@@ -267,7 +270,7 @@ class Reach:
             self._iterators.append(name_of(name))
             self._walk_object(value)
         else:
-            # Not `getattr`, which would run code of the user's. Of a function with a cache, another step.
+            # `__wrapped__` of a cached function or of another step. Not `getattr`, which could run user code.
             self._walk(inspect.getattr_static(value, "__wrapped__", None))
             self._walk_object(value)
 
@@ -291,7 +294,7 @@ class Reach:
         if tensor.is_leaf and tensor.requires_grad:
             self._leaves.append(place)
         if tensor.__dict__:
-            # Only what is named: the Python front end's tensors keep their handles there.
+            # Only the names that code uses: the Python front end keeps a tensor's handle in its `__dict__`.
             self._namespaces.append(_Namespace(tensor.__dict__, is_objects=False))
 
     def _walk_object(self, value: Any) -> None:
@@ -309,7 +312,7 @@ class Reach:
             self._walk_fields(value, fields, ())
 
     def _walk_fields(self, value: Any, fields: dict[str, Any], hidden: Collection[str]) -> None:
-        """The attributes of an object: those that are named, or all if code that can't be seen reads them."""
+        """The attributes of an object: those that code names, or all if unseen code of a base reads them."""
         self.fields.append(fields)
         namespace = _Namespace(fields, is_objects=True, hidden=hidden)
         self._namespaces.append(namespace)
@@ -327,7 +330,7 @@ class Reach:
         self._items(module._parameters)
         self._items(module._buffers)
         self._walk_all(module._modules.values())
-        # What is added to those that have something is seen anyway.
+        # Only the empty ones: guards compare the contents of the others anyway.
         own = (module._parameters, module._modules)
         self.fields += [module._buffers, *(fields for fields in own if not fields)]
         for hooks in hooks_of_module(module):
@@ -343,7 +346,7 @@ class Reach:
         for group in optimizer.param_groups:
             for key, value in group.items():
                 if key != "params" and not _is_simple(value):
-                    self.holds_groups = True  # a schedule writes into the group, a loaded one replaces it
+                    self.holds_groups = True  # a scheduler writes into the group, a load replaces the group
                     self._slot(Place(group, key, "item"))
         for hooks in hooks_of_optimizer(optimizer):
             self.hooks.append(hooks)
@@ -362,7 +365,10 @@ class Reach:
             self._slot(Place(container, key, "item"))
 
     def _is_foreign(self, module: str | None) -> bool:
-        """Whether code is nobody's who works on this step: its own globals are not followed."""
+        """Whether code belongs to an installed package, not to the user's project.
+
+        The globals of such code are not searched.
+        """
         package = (module or "").partition(".")[0]
         return package in _FOREIGN or (package != self._package and _is_installed(package))
 
@@ -378,11 +384,11 @@ class Reach:
 
 
 class _Names(NamedTuple):
-    """The names in a function, those of functions defined inside it included."""
+    """The names in a function and in the functions defined inside it."""
 
     globals: frozenset[str]
-    imports: frozenset[str]  # modules that it imports itself
-    all: frozenset[str]  # attributes too, and names as text
+    imports: frozenset[str]  # modules that the function imports
+    all: frozenset[str]  # also attributes, and string constants that are identifiers
 
 
 @functools.lru_cache(4096)
@@ -391,7 +397,7 @@ def _names(code: types.CodeType) -> _Names:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             globals_.add(instruction.argval)
-        elif instruction.opname in ("IMPORT_NAME", "IMPORT_FROM"):  # the second may be a module, too
+        elif instruction.opname in ("IMPORT_NAME", "IMPORT_FROM"):  # IMPORT_FROM may import a module, too
             imports.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -406,7 +412,7 @@ def _names(code: types.CodeType) -> _Names:
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether a value is known by comparison, and nothing in it can change."""
+    """Whether a value is immutable and compared with ==."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_simple, value))
     return isinstance(value, _SIMPLE)
@@ -414,6 +420,6 @@ def _is_simple(value: Any) -> bool:
 
 @functools.cache
 def _is_installed(package: str) -> bool:
-    """Whether a package is one that was installed, not one that is being worked on."""
+    """Whether a package is installed in site-packages, and thus not the project that the user works on."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file

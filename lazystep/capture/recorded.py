@@ -1,7 +1,7 @@
-"""One recorded call of a step function: what it read, drew, computed, rebound and returned.
+"""One recorded call of a step function: its inputs, random draws, numbers, rebound places and results.
 
-The function runs as it would without capture, on tensors that record; only its numbers are traced. What
-is learned here is compared with the call before: where both agree, a `Replay` can do the rest.
+The function runs as it would without capture, on lazy tensors; only its numbers are replaced by traced
+numbers. `Step` compares a recorded call with an earlier one. If the two agree, it makes a `Replay` from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .traced import Expression, Pins, Trace, Traced, traced_math, true_value, un
 
 
 class HostState:
-    """A number that an optimizer keeps in a CPU tensor: a step count, a running product."""
+    """A number that an optimizer keeps in a CPU tensor, such as a step count or a running product."""
 
     def __init__(self, tensor: torch.Tensor, name: tuple[Any, ...]) -> None:
         self.tensor = tensor
@@ -40,7 +40,7 @@ class HostState:
         self.factor: Traced | None = None
 
     def read(self, trace: Trace) -> float:
-        """The number as it is now, traced. Puts the true value where a tagged factor went in."""
+        """The number's current value, traced. If a tagged factor went into the tensor, repair the tensor."""
         now = self.tensor.item()
         if now not in (self.before, self.before + 1):
             self._find_factor(trace)
@@ -58,7 +58,7 @@ class HostState:
                 return
 
     def rule(self, trace: Trace) -> tuple[str, Expression] | None:
-        """How a replay updates it: ("same" | "next" | "scale", factor); None if that can't be told."""
+        """How a replay updates the number: ("same" | "next" | "scale", factor); None if unknown."""
         now = self.tensor.item()
         if self.factor is None and now == self.before:
             return "same", 1.0
@@ -69,9 +69,9 @@ class HostState:
 
 
 class RecordedCall:
-    """Runs a function once and keeps what there is to know about it.
+    """Runs a function once and keeps everything that a replay needs to know about the call.
 
-    `reason`, if not empty, says why this call can't be replayed; the call itself was right.
+    `reason` says why this call can't be replayed, or is empty. The result of the call is right in any case.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class RecordedCall:
         self._roots = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str))]
         self._closures = closures
         self.reach = Reach(function, self._roots, closures)
-        # An optimizer that makes its state in this call may put numbers into it: not traced ones.
+        # An optimizer without state creates it in this call, and may store hyperparameters there. A traced
+        # number must not end up in the state, so this optimizer is not traced yet.
         self._traced_optimizers = [o in met or bool(o.state) for o in self.reach.optimizers]
         self.is_settling = not all(self._traced_optimizers)
         met.update(self.reach.optimizers)
@@ -103,7 +104,7 @@ class RecordedCall:
         self._handles_before = {h for v in self.before if (h := find_handle(v)) is not None}
         self.guards = Guards(self.reach, self.host_state)
         self._cuts: list[str] = []
-        self._is_settled = False  # the function has returned: the next cut is the step's own
+        self._is_settled = False  # the function has returned: the next cut is the step's own program
         self.draws: list[Draw] = []
         self.added: list[Added] = []
         self.result: Any = None
@@ -156,7 +157,7 @@ class RecordedCall:
             ):
                 self.result = self._function(*args, **kwargs)
         finally:
-            # Traced numbers that the call has put somewhere: their doubles are nobody else's business.
+            # Replace traced numbers that the call has stored: nobody else may read a tagged double.
             seen: set[int] = set()
             for container in (*self.reach.sizes, *self.reach.fields):
                 untagged(container, seen)
@@ -189,7 +190,7 @@ class RecordedCall:
 
     @contextlib.contextmanager
     def _traced_groups(self) -> Iterator[None]:
-        """Hyperparameters of every optimizer in reach are traced numbers for the time of the call."""
+        """For the time of the call, make the hyperparameters of every reachable optimizer traced numbers."""
         injected = []
         for number, optimizer in enumerate(self.reach.optimizers):
             for position, group in enumerate(
@@ -229,7 +230,7 @@ class RecordedCall:
 
     @contextlib.contextmanager
     def _traced_state(self) -> Iterator[None]:
-        """Optimizers read their step counts through one function: traced for the time of the call."""
+        """For the time of the call, replace the function with which torch's optimizers read step counts."""
 
         def get_value(x: Any) -> Any:
             state = self.host_state.get(id(x))
@@ -248,10 +249,10 @@ class RecordedCall:
             for names, original in patched:
                 names["_get_value"] = original
 
-    # -- what the call left behind -----------------------------------------------------------------
+    # -- after the call ----------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Look at what has changed, before the barrier decides what is an output."""
+        """Compare places and numbers with the start of the call, before the barrier decides the outputs."""
         self.after = [place.get() for place in self.reach.tensors]
         changed = self.guards.find_side_effect()
         if changed:
@@ -268,7 +269,7 @@ class RecordedCall:
         self._is_settled = True
 
     def _draws_explain(self, streams: Mapping[torch.Generator, torch.Tensor]) -> bool:
-        """Whether the draws that a replay repeats move all generators from there to where they are now."""
+        """Whether repeating the recorded draws moves all generators from `streams` to their current state."""
         drawn_from = {draw.generator for draw in self.draws if draw.generator is not None}
         now = {generator: generator.get_state() for generator in streams.keys() | drawn_from}
         try:
@@ -282,7 +283,7 @@ class RecordedCall:
                 generator.set_state(state)
 
     def owned_handles(self) -> set[Handle]:
-        """The values that a replay can hand to whoever has them: results, closures' arguments, places."""
+        """The values that a replay can deliver: results, arguments of closures, and tensors in places."""
         leaves = list(self.result_leaves)
         for added in self.added:
             leaves += pytree.tree_leaves((added.args, added.kwargs))
@@ -302,13 +303,13 @@ class RecordedCall:
             return
         for position, _ in lost:
             self.program.outputs[position] = None
-        gc.collect()  # a value in a reference cycle is nobody's
+        gc.collect()  # only a reference cycle may be holding the value
         now = Reach(self._function, self._roots, self._closures)
         held = {h for place in now.tensors if (h := find_handle(place.get())) is not None}
         for position, reference in lost:
             handle = reference()
             if handle is not None and handle in held:
-                # State that this call has made, such as an optimizer's: the next call finds it there.
+                # This call has created state, such as an optimizer's. The next call finds it in a place.
                 self.is_settling = True
             elif handle is not None:
                 value = self.program.variant.outputs[position]
@@ -322,5 +323,5 @@ class RecordedCall:
                 )
 
     def drop_tensors(self) -> None:
-        """Let go of everything that a later call does not have to be compared with."""
+        """Release the result, which no later call is compared with."""
         self.result = None

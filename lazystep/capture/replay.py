@@ -1,8 +1,9 @@
-"""A captured step: its program, and where everything that goes in and out of it is found.
+"""A captured step: its program, where a replay finds the inputs, and where it puts the outputs.
 
-Made from two recorded calls that agree. Every input of the program must be explained: an argument, a
-place, a random draw, or a constant; every number too: the same in both calls, or computed from sources
-that can be read again. What is not explained is a reason not to replay, never a frozen value.
+A `Replay` is made from two recorded calls that agree. Every input of the program must be explained: it is an
+argument, a place, a random draw or a constant. Every number must be explained too: it is the same in both
+calls, or computed from sources that a replay can read again. Anything unexplained is a reason not to replay;
+it is never frozen.
 """
 
 from __future__ import annotations
@@ -26,53 +27,53 @@ from .traced import SOURCES, Expression, Traced, Writer, true_value
 
 
 class NotReplayableError(Exception):
-    """Two calls do not determine a replay. The message says what is not explained."""
+    """Two calls do not make a replay; the message says which input, number or result is unexplained."""
 
 
 class UnsettledError(NotReplayableError):
-    """The two calls are not yet alike: the next one may be."""
+    """The two calls do not agree yet; the next call may agree."""
 
 
-# What a leaf of a result or of a closure's arguments is made of at a replay.
+# Makes a leaf of the result, or of a closure's arguments, at a replay.
 Recipe = Callable[["_Context"], Any]
 
 
 class _Context:
-    """What a running replay has at hand."""
+    """The values that recipes of a running replay read."""
 
     __slots__ = ("before", "leaves", "numbers", "outputs", "tensors")
 
     def __init__(self, leaves: Sequence[Any], numbers: Sequence[Any], before: Sequence[Any]) -> None:
         self.leaves = leaves
         self.numbers = numbers
-        self.before = before  # what `Replay` has read from places when the call began
+        self.before = before  # values of `_read_before` at the start of the call
         self.outputs: Sequence[Handle] = ()
         self.tensors: dict[int, Any] = {}
 
     def output(self, position: int, key: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        # What was one object in the recorded call, with this key, is one object again.
+        # Leaves that were one object in the recorded call, with this key, become one object again.
         if key not in self.tensors:
             self.tensors[key] = make(wrap(self.outputs[position]))
         return self.tensors[key]
 
 
 class _Recipes:
-    """Finds what a leaf of a recorded call's results is made of at a replay."""
+    """Finds a recipe for each leaf of a recorded call's results, rebound places and closure arguments."""
 
     def __init__(self, call: RecordedCall, expressions: list[Expression]) -> None:
         assert call.program is not None
         self._made = {h: n for n, h in enumerate(call.program.outputs) if h is not None}
-        # Tensors that were there when the call began: by identity and by value, to an argument or a place.
+        # Tensors that existed when the call began, by identity and by handle: the argument or place of each.
         self._tensors: dict[int, int | Place] = {}
         self._values: dict[Handle, int | Place] = {}
         for number, leaf in enumerate(call.leaves):
             self._add(leaf, number)
         for place, value in zip(call.reach.tensors, call.before, strict=True):
             self._add(value, place)
-        # To be read when a replay begins: state that moves from place to place is taken before it is
-        # overwritten.
+        # Places to read when a replay begins. State can move from place to place, so it is read before any
+        # place is overwritten.
         self.places: list[Place] = []
-        self._expressions = expressions  # of the replay: numbers among the leaves are added
+        self._expressions = expressions  # the replay's list: numbers among the leaves are added to it
 
     def _add(self, tensor: Any, source: int | Place) -> None:
         if isinstance(tensor, torch.Tensor):
@@ -94,7 +95,7 @@ class _Recipes:
         return handle is not None and handle in self._made
 
     def find(self, old: Any, new: Any, what: str) -> Recipe:
-        """How to make `new`, which stands where the earlier call had `old`."""
+        """The recipe for the leaf `new`; `old` is the same leaf in the earlier call."""
         handle = find_handle(new)
         if handle is not None and handle in self._made:
             position, key, make = self._made[handle], id(new), _kind_of_tensor(new)
@@ -103,7 +104,7 @@ class _Recipes:
             return self._take(self._tensors[id(new)])
         if isinstance(new, torch.Tensor):
             if handle in self._values and not new.requires_grad:
-                # Another tensor for the same value, which `detach` gives.
+                # Another tensor object with the same value, such as `detach` returns.
                 same = self._take(self._values[handle])
                 return lambda context: _another_tensor(same(context))
             if old is new or (old is None and handle is None):
@@ -125,7 +126,7 @@ class Replay:
     """Does what a recorded call did, without its Python. `guards` must hold before each `run`."""
 
     def __init__(self, earlier: RecordedCall, call: RecordedCall) -> None:
-        """Raises `NotReplayableError`."""
+        """Raises `NotReplayableError` if the two calls do not explain every input, number and result."""
         assert earlier.program is not None
         assert call.program is not None
         self.num_runs = 0
@@ -144,18 +145,18 @@ class Replay:
     # -- binding -------------------------------------------------------------------------------------
 
     def _bind_inputs(self, earlier: RecordedCall, call: RecordedCall) -> None:
-        """Find out for every input where a replay reads it."""
+        """Find for every input of the program where a replay reads it."""
         assert earlier.program is not None
         assert call.program is not None
         if len(earlier.draws) != len(call.draws):
             raise NotReplayableError("it draws another number of random tensors in each call")
-        # Positions of inputs, by what they are.
-        self._items: list[tuple[int, Any, Any]] = []  # places that are read most quickly
+        # Positions of the inputs, by kind.
+        self._items: list[tuple[int, Any, Any]] = []  # places `container[key]`, the fastest to read
         self._slots: list[tuple[int, Place]] = []
         self._arguments: list[tuple[int, int]] = []
         self._constants: list[tuple[int, Handle]] = []
-        # Tensors that each replay makes anew: draws, in the order in which they were drawn (one that is used
-        # by nothing has moved the stream on all the same: position -1), and constants that do not last.
+        # Tensors that each replay makes anew: random draws, in their recorded order, and constants that the
+        # step overwrites. A draw that no instruction uses still advances the generator; its position is -1.
         self._fresh: list[tuple[int, Callable[[], torch.Tensor]]] = [(-1, d.again) for d in call.draws]
         drawn_at = {draw.handle: n for n, draw in enumerate(call.draws)}
         arguments = {h: n for n, v in enumerate(call.leaves) if (h := find_handle(v)) is not None}
@@ -163,7 +164,7 @@ class Replay:
         for place, value in zip(call.reach.tensors, call.before, strict=True):
             if (handle := find_handle(value)) is not None:
                 places.setdefault(handle, place)
-        # Where else the same value was: the step may read it there, so that has to stay one value.
+        # Other places of the same value. The step may read the value there, so these must stay the same.
         self._twins: list[tuple[int, Place]] = []
         twins: dict[Handle, list[Place]] = {}
         for place, value in zip(call.reach.tensors, call.before, strict=True):
@@ -196,12 +197,12 @@ class Replay:
                     lasting.pop()
         self._state_positions = [n for n, _, _ in self._items] + [n for n, _ in self._slots]
         self._storages = self._storage_pattern(lasting)
-        self._last_state: list[Any] = []  # of the inputs that are state, and
-        self._last_handles: list[Any] = []  # by position, with constants; nothing before the first replay
+        self._last_state: list[Any] = []  # the state's handles at the last replay
+        self._last_handles: list[Any] = []  # those and the constants, by position; empty before any replay
         self._state_storages: set[Storage] = set()
 
     def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
-        """The tensor that both calls have made on the host with the same values."""
+        """A copy of the tensor that both calls have made on the CPU with the same values."""
         assert call.program is not None
         before, now = earlier.constants.get(position), call.constants.get(position)
         user = self._program.user_of(self._program.inputs[position])
@@ -215,13 +216,13 @@ class Replay:
         return now.clone()
 
     def _is_lasting(self, position: int) -> bool:
-        """Whether an input still has its values when the step has run and the caller has its results."""
+        """Whether the input keeps its values: the step does not write it, and no output shares its memory."""
         storage = self._program.values[self._program.inputs[position]].storage
         is_output = any(self._program.values[value].storage == storage for value in self.variant.outputs)
         return not is_output and storage not in self.variant.executable.written_storages
 
     def _storage_pattern(self, handles: Sequence[Handle]) -> list[int]:
-        """A number per input, equal where inputs share memory; nothing if none do."""
+        """A number per input, equal for inputs that share memory; an empty list if none do."""
         storages = [handle.storage for handle in handles]
         if len(set(storages)) == len(storages):
             return []
@@ -229,7 +230,7 @@ class Replay:
         return [first.setdefault(storage, len(first)) for storage in storages]
 
     def _find_scalars(self, earlier: RecordedCall, call: RecordedCall) -> None:
-        """Every scalar is either the same in both calls or computed from traced numbers."""
+        """Check that every scalar is the same in both calls, or computed from traced numbers."""
         pairs = zip(earlier.scalars, call.scalars, strict=True)
         used = self._program.used_slots()
         for slot, ((old_value, old), (value, expression)) in enumerate(pairs):
@@ -245,7 +246,7 @@ class Replay:
                     "and a replay can't compute it; only numbers that go from an argument into ops can vary"
                 )
 
-    # -- what comes out --------------------------------------------------------------------------------
+    # -- outputs ---------------------------------------------------------------------------------------
 
     def _find_outputs(self, earlier: RecordedCall, call: RecordedCall) -> None:
         recipes = _Recipes(call, self._expressions)
@@ -292,13 +293,13 @@ class Replay:
     # -- numbers ---------------------------------------------------------------------------------------
 
     def _write(self, call: RecordedCall) -> Callable[[Any], list[Any] | None]:
-        """The function that computes all numbers of a replay, and moves the optimizers' counts on."""
+        """Write the function that computes all numbers of a replay and advances the optimizers' counts."""
         optimizers = call.reach.optimizers
         names: dict[str, Any] = {f"o{n}": optimizer for n, optimizer in enumerate(optimizers)}
         states = {state.name: (state, call.rules[key]) for key, state in call.host_state.items()}
         arrays = {name: f"a{n}" for n, name in enumerate(states)}
         for name, (state, _) in states.items():
-            # The quickest way to a single number in a tensor's memory.
+            # A memoryview is the fastest way to a single number in a tensor's memory.
             names[arrays[name]] = memoryview(state.tensor.numpy().reshape(1))  # type: ignore[arg-type]
         names |= {"float32": np.float32, "float64": np.float64}
 
@@ -323,7 +324,7 @@ class Replay:
         writer = Writer(read, names)
         merged = _merge_counters(states)
         for first, others in merged.items():
-            # One count stands for all that move together, as long as they do.
+            # Counts that were equal are read once; the replay is refused if they differ.
             names_of = [arrays[name] for name in (first, *others)]
             writer.line(f"counts = [a[0] for a in ({', '.join(names_of)},)]")
             writer.line(f"if counts.count(counts[0]) != {len(names_of)}: return None")
@@ -346,7 +347,7 @@ class Replay:
         return writer.finish(self._expressions, epilogue)
 
     def predict(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """The scalars that a replay would have, without moving anything on."""
+        """The scalars that a replay would use, without advancing any count. None if a replay would refuse."""
         before = [number[0] for number in self._host_state]
         try:
             numbers = self._evaluate(leaves)
@@ -359,18 +360,21 @@ class Replay:
     # -- running ---------------------------------------------------------------------------------------
 
     def run(self, leaves: Sequence[Any], context: DeviceContext) -> tuple[bool, Any]:
-        """Queue the step. (False, None), with nothing done, if the inputs are not what was captured."""
+        """Queue the step. Returns (False, None), with nothing changed, if inputs or numbers don't fit.
+
+        Blocks only while too many steps are in flight.
+        """
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
         handles = self._inputs(leaves)
         if handles is None:
             return False, None
-        # Before anything moves on: a wait that fails loses nothing.
+        # Before any count or generator advances: if the wait raises, no half step is left.
         runtime.executor.wait_for_room()
         try:
             numbers = self._evaluate(leaves)
         except (ArithmeticError, ValueError):
-            return False, None  # the function may have an answer to that
+            return False, None  # recorded instead: the function may handle the error
         if numbers is None:
             return False, None
         for position, make in self._fresh:
@@ -393,21 +397,21 @@ class Replay:
             profile.add("replay", "recording", start, time.perf_counter())
         runtime.replay(self.variant, self._layout, handles, scalars, context, prepare)
         results = [recipe(made) for recipe in self._results]
-        if self._result_spec.is_leaf():  # as of most steps
+        if self._result_spec.is_leaf():  # fast path: most steps return one tensor
             return True, results[0]
         return True, pytree.tree_unflatten(results, self._result_spec)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """The handles of all inputs, fresh ones left out; None if they are not of the captured types."""
+        """The handles of all inputs except fresh ones; None if types or memory sharing have changed."""
         try:
             tensors = [container[key] for _, container, key in self._items]
         except (KeyError, IndexError):
-            return None  # a place that is gone
+            return None  # a place no longer exists
         tensors += [place.get() for _, place in self._slots]
         is_same_state = bool(self._last_handles) and have_handles(tensors, self._last_state)
         handles = self._last_handles.copy() if is_same_state else self._read_state(tensors)
         if handles is None:
-            return None  # a place that holds no lazy tensor any more
+            return None  # a place no longer holds a lazy tensor
         for position, number in self._arguments:
             handles[position] = find_handle(leaves[number])
         for position, place in self._twins:
@@ -419,7 +423,7 @@ class Replay:
                 return None
             if self._storage_pattern([h for h in handles if h is not None]) != self._storages:
                 return None
-            # Only now: what was refused must be refused again.
+            # Remembered only after all checks passed: a refused state must be checked again next time.
             self._last_state = [handles[position] for position in self._state_positions]
             self._last_handles = handles.copy()
             for position, _ in self._arguments:
@@ -428,7 +432,7 @@ class Replay:
         return handles
 
     def _read_state(self, tensors: list[Any]) -> list[Any] | None:
-        """The handles of state and constants, by position; None if one of these is no lazy tensor."""
+        """The handles of state and constants, by position; None if a place holds no lazy tensor."""
         state = find_handles(tensors)
         if None in state:
             return None
@@ -440,9 +444,10 @@ class Replay:
         return handles
 
     def _arguments_are_apart(self, handles: list[Any]) -> bool:
-        """Whether every argument has memory of its own, as is usual: nothing else to compare then.
+        """Whether no argument shares memory with another argument or with state, which is the usual case.
 
-        Types of arguments are part of what selects the replay.
+        Then nothing else has to be compared: the types of arguments are part of the kind that selected this
+        replay.
         """
         storages = [handles[position].storage for position, _ in self._arguments]
         is_apart = len(set(storages)) == len(storages) and self._state_storages.isdisjoint(storages)
@@ -450,7 +455,7 @@ class Replay:
 
 
 def _kind_of_tensor(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes such a tensor of a plain one: a parameter, a leaf, or a result without its graph."""
+    """A function that turns a plain tensor into the same sort: a parameter, a leaf, or a plain result."""
     if isinstance(tensor, torch.nn.Parameter):
         wants_gradient = tensor.requires_grad
         return lambda made: torch.nn.Parameter(made, wants_gradient)
@@ -465,7 +470,7 @@ def _another_tensor(tensor: Any) -> Any:
 
 
 def _merge_counters(states: Mapping[Any, tuple[HostState, Any]]) -> dict[Any, list[Any]]:
-    """Step counts that were equal: the first one, and those it stands for."""
+    """Step counts that were equal: the first count of each group, and the others that it stands for."""
     groups: dict[Any, list[Any]] = {}
     for name, (state, rule) in states.items():
         if rule[0] == "next":

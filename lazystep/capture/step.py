@@ -1,4 +1,4 @@
-"""`@lazystep.step`: an ordinary step function that is recorded until it repeats, and then replayed."""
+"""`@lazystep.step`: an ordinary step function that is recorded until two calls agree, and then replayed."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _MAX_CHANGES = 12
 _MAX_STATES = 4
 _MAX_KINDS = 16
 
-# What became of all steps of the process, also of those that are gone: for the report of a run.
+# Captures and refusals of all steps in the process, also of deleted ones: for the report of a run.
 reasons: deque[str] = deque(maxlen=64)
 
 
 class _Captures:
-    """The calls of one kind: same structure, types and plain values of the arguments."""
+    """The calls whose arguments have the same structure, types and plain values."""
 
     def __init__(self) -> None:
-        # The last calls, each begun in another state: gradient accumulation alternates between two.
+        # The last call for each starting state: gradient accumulation alternates between two states.
         self.recent: list[RecordedCall] = []
         self.replays: list[Replay] = []
         self.next_audit = _FIRST_AUDIT
         self.has_recorded = False
-        self.num_changed = 0  # recordings in a row that began in a state of their own
+        self.num_changed = 0  # recordings in a row that began in a state not seen lately
 
     def remember(self, call: RecordedCall) -> tuple[RecordedCall | None, str]:
-        """Keep a call. Returns the last one that began in the same state; else what was different."""
+        """Keep a call. Returns the last call that began in the same state, or None and the difference."""
         changed = ""
         for position, earlier in enumerate(self.recent):
             difference = call.guards.difference(earlier.guards)
@@ -62,9 +62,9 @@ class _Captures:
 
 
 class Step(Generic[P, R]):
-    """A step function: call it as the function itself. Made by `step`, which says what a call does.
+    """A captured step function, made by `lazystep.step`. Call it like the function itself.
 
-    `num_recorded` and `num_replayed` count its calls; `explain()` says why.
+    `num_recorded` and `num_replayed` count the calls; `explain()` says why calls were not replayed.
 
         loss = train_step(x)
         print(train_step.num_replayed, train_step.explain())
@@ -80,30 +80,30 @@ class Step(Generic[P, R]):
         self._max_captures = max_captures
         self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}
         self._captures: dict[Kind, _Captures] = {}
-        self._num_new_kinds = 0  # calls in a row whose arguments were of a kind not seen before
+        self._num_new_kinds = 0  # calls in a row whose arguments had a new kind
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._closures: set[CodeType] = set()
         self._warned: set[str] = set()
-        self._reasons: dict[str, str] = {}  # the last of each kind
+        self._reasons: dict[str, str] = {}  # the last reason of each kind
         self.num_recorded = 0
         self.num_replayed = 0
 
     def __get__(self, owner: Any, kind: type | None = None) -> Step[..., R]:
-        """The step as a method: captures belong to the object."""
+        """The step as a method: each object has its own captures."""
         if owner is None:
             return self
         if id(owner) not in self._bound:
             bound: Step[..., R] = Step(
                 self._function.__get__(owner), self._fullgraph, self._audit_every, self._max_captures
             )
-            # The object is kept, so that its id stays its own.
+            # The object is kept alive, so that no other object gets its id.
             self._bound[id(owner)] = owner, bound
         return self._bound[id(owner)][1]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Record or replay one step. Returns as soon as it is queued. Raises as `mark_step` does."""
+        """Record or replay one step and queue it. Does not wait for values. Raises as `mark_step` does."""
         if runtime.on_cut is not None:
-            return self._function(*args, **kwargs)  # inside another captured step: part of that one
+            return self._function(*args, **kwargs)  # inside another captured step, which records it
         leaves, structure = take_apart(args, kwargs)
         context = get_device_context()
         runtime.flush()
@@ -128,7 +128,7 @@ class Step(Generic[P, R]):
         return result
 
     def _captures_of(self, kind: Kind) -> _Captures:
-        """What is known of calls of this kind. Kinds that have not repeated lately are forgotten."""
+        """The captures for calls of this kind. Of the kinds without a replay, the oldest are forgotten."""
         captures = self._captures.get(kind)
         if captures is not None:
             self._num_new_kinds = 0
@@ -154,7 +154,8 @@ class Step(Generic[P, R]):
             captures.recent.clear()
             if captures.has_recorded:
                 self._fall_back(call.reason)
-            # A first call may fill caches and make state; what the second one still does, it always does.
+            # A first call may fill caches and create state. A side effect that also happens in the second
+            # call happens in every call.
             captures.has_recorded = True
             return result
         earlier, changed = captures.remember(call)
@@ -172,7 +173,7 @@ class Step(Generic[P, R]):
                 return result
             try:
                 captures.replays.insert(0, Replay(earlier, call))
-                captures.recent.remove(call)  # it holds on to the tensors of its step
+                captures.recent.remove(call)  # it keeps the tensors of its step alive
                 captures.next_audit = _FIRST_AUDIT
                 metrics.count("captures")
                 self._note(self._why_captured(len(captures.replays)))
@@ -225,7 +226,7 @@ class Step(Generic[P, R]):
         structure: Structure,
         context: DeviceContext,
     ) -> R:
-        """Record the call, which is always right, and compare it with what the replay would have done."""
+        """Record the call, which always gives the right result, and compare it with the replay."""
         predicted = replay.predict(leaves)
         call = self._record_once(leaves, structure, context)
         replay.num_runs += 1
@@ -247,10 +248,10 @@ class Step(Generic[P, R]):
             warnings.warn(message, LazyStepWarning, stacklevel=3)
         return result
 
-    # -- looking at it -------------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """In plain words: how often it was recorded and replayed, which captures exist, and why."""
+        """How often the step was recorded and replayed, how many captures exist, and why, as text."""
         name = getattr(self._function, "__qualname__", repr(self._function))
         num_captures = sum(len(c.replays) for c in self._captures.values())
         rows = [
@@ -288,17 +289,23 @@ def step(
             loss.backward(); opt.step(); opt.zero_grad()
             return loss
 
-    A barrier stands before and after each call. Calls are recorded until two in a row agree; from then
-    on a call reads its inputs and state, computes its numbers and queues the program. Tensor arguments
-    are inputs (CPU tensors are moved), float arguments too; other values are compared, and a new value,
-    shape or mode is another capture, at most `max_captures`. Parameters, buffers, optimizer state and
-    hyperparameters are read where they are kept, so schedulers, `load_state_dict` and edits between
-    calls are honoured. Closures run at each replay. Returned tensors are fresh.
+    There is a barrier before and after each call. Calls are recorded until two calls in a row agree. From
+    then on, a call reads its inputs and state, computes its numbers and queues the program. A call returns
+    when its step is queued and its sync closures have run; it blocks while too many steps are in flight.
 
-    What can't be replayed (a read of a value, a number or tensor that changes in an unknown way, a list
-    that grows) is recorded in every call, with one warning that says why; with `fullgraph=True` it is an
-    error. Other side effects of its Python do not happen at a replay: `audit_every=N` records every N-th
-    call and compares; by default calls are audited at growing intervals, 0 never does.
+    - Tensor and float arguments are inputs (CPU tensors are moved to the lazy device). Other arguments are
+      compared. A new value, shape or mode needs another capture; there are at most `max_captures`.
+    - Parameters, buffers, optimizer state and hyperparameters are read from their current places. So
+      schedulers, `load_state_dict` and edits between calls take effect.
+    - Closures run at each replay. Returned tensors are new in each call.
+
+    A step that can't be replayed is recorded in every call, and one warning says why. Examples are a step
+    that reads a value, uses a number or tensor that changes in an unknown way, or grows a list. With
+    `fullgraph=True` this is an error.
+
+    Other side effects of the step's Python do not happen at a replay. An audit finds them: it records the
+    call and compares. `audit_every=N` audits every N-th call; the default audits at growing intervals, and 0
+    never audits.
     """
 
     def decorate(function: Callable[P, R]) -> Step[P, R]:
@@ -333,5 +340,5 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
 
 
 def _without_numbers(text: str) -> str:
-    """What a reason is about: numbers in it differ from call to call."""
+    """The text with numbers masked, since the numbers in a reason differ from call to call."""
     return re.sub(r"-?\d[\d.e+-]*", "#", text)

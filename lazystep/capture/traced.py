@@ -1,13 +1,16 @@
 """Numbers that remember how they were computed, so that a replay can compute them again.
 
-While a step is recorded, learning rates, step counts and number arguments are `Traced`: floats with
-an expression. Optimizers and user code compute with them as with any float. But a number that goes into
-a torch op comes out as a plain double, without its expression; so every traced number carries a *tag*, a
-tiny perturbation that makes its double unlike any other, by which it is recognized among the scalars of
-the recording. There the true value is put back before the step runs: nothing is ever computed from a
-tagged number. Comparisons use true values and become guards of the replay; so does every use by a
-function that computes with the number itself, out of sight: it gets the true value (`Pins`, and
-`Traced.pin` for Python and NumPy).
+While a step is recorded, learning rates, step counts and float arguments are `Traced`: floats with an
+expression. Optimizers and user code compute with them as with any float.
+
+A number that goes into a torch op becomes a plain double and loses its expression. So every traced number
+carries a *tag*: a tiny perturbation that makes its double unlike any other. By the tag, the number is found
+again among the scalars of the recording. The true value replaces the tag before the step runs, so nothing is
+ever computed from a tagged number.
+
+Comparisons use true values and become guards of the replay. Code that does arithmetic that we cannot see gets
+the true value, and a guard requires the same value in every replay (`Pins` for torch functions, `Traced.pin`
+for Python and NumPy).
 """
 
 from __future__ import annotations
@@ -49,32 +52,32 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 }
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "fabs")
 SOURCES = ("argument", "group", "state")
-_MAX_TAGS = 8  # tries to find one that is unlike all others
+_MAX_TAGS = 8  # attempts to find a tag that is unlike all others
 
 
 class Trace:
     """The traced numbers of one recording, by their tagged values."""
 
     def __init__(self) -> None:
-        # Its own generator: the user's random numbers stay where they are.
+        # A separate generator, so that the user's random numbers stay the same.
         self._random = random.Random()
         self._by_tag: dict[float, Traced] = {}
         self.guards: dict[tuple[str, Expression, Expression], bool] = {}
 
     def source(self, value: float, *name: Any) -> Traced:
-        """A number that a replay reads anew: `name` says from where."""
+        """A traced number that a replay reads again; `name` says where."""
         return self.number(value, name)
 
     def number(self, true: float, expression: Expression) -> Traced:
-        """Make a traced number, with a tag of its own.
+        """Make a traced number with a new tag.
 
-        Not the tags' result: `1 - beta ** step` ends at 1.0 whatever the tag of beta, and would be taken
-        for every other 1.0 in the recording.
+        The tag is not computed from the operands' tags: `1 - beta ** step` tends to 1.0 for any tag of beta,
+        and could then not be told from any other 1.0 in the recording.
         """
         tag = self._new_tag(true)
         made = Traced(tag)
         made.trace, made.true, made.expression = self, true, expression
-        if tag == true or tag != tag:  # infinite, or none at all: one can't be told from another
+        if tag == true or tag != tag:  # infinite or NaN, or no free tag: it can't be recognized
             made.pin()
         else:
             self._by_tag[tag] = made
@@ -89,13 +92,13 @@ class Trace:
         return true
 
     def numbers(self) -> list[Traced]:
-        """Every number that can be told from the others."""
+        """All traced numbers that have a tag of their own."""
         return list(self._by_tag.values())
 
     def find(self, value: float) -> Traced | None:
-        """The traced number that a plain double once was, or the opposite, rest or inverse of one.
+        """The traced number behind a plain double: x itself, or -x, 1 - x, x - 1 or 1/x of a traced x.
 
-        torch's own formulas negate numbers, subtract them from one and divide by them.
+        The formulas in torch negate numbers, subtract them from 1 and divide by them.
         """
         if type(value) is not float or value == 0.0 or not math.isfinite(value):
             return None
@@ -117,14 +120,14 @@ class Trace:
 
 
 class Traced(float):
-    """See the module. Its own value, which C reads, is its tag; `true` is what it stands for."""
+    """A float with an expression. Its float value is the tag, which C code reads; `true` its true value."""
 
     __slots__ = ("expression", "trace", "true")
     trace: Trace
     true: float
     expression: Expression
 
-    # Text and a place in a dict lead to other numbers, out of sight.
+    # The caller may parse the text or look up a dict entry, which we cannot see: pin the true value.
 
     def __repr__(self) -> str:
         return repr(self.pin())
@@ -157,7 +160,7 @@ class Traced(float):
     def __bool__(self) -> bool:
         return bool(_compare("!=", self, 0.0))
 
-    # Whoever asks for another kind of number computes on with that, out of sight.
+    # The caller may do arithmetic that we cannot see, so it gets the true value.
 
     def __float__(self) -> float:
         return self.pin()
@@ -177,13 +180,13 @@ class Traced(float):
         return getattr(ufunc, method)(*map(_pinned, inputs), **kwargs)
 
     def pin(self) -> float:
-        """The true value, for code that takes it out of sight: a replay has to have the same one."""
+        """The true value, for arithmetic that we cannot see. A guard requires the same value in a replay."""
         self.trace.guards[("==", self.expression, self.true)] = True
         return self.true
 
 
 def untagged(value: Any, seen: set[int]) -> Any:
-    """The same with true numbers for traced ones; lists and dicts are changed in place, each once."""
+    """`value` with true numbers in place of traced ones. Lists and dicts are changed in place, each once."""
     if type(value) is Traced:
         return value.pin()
     if isinstance(value, tuple):
@@ -201,7 +204,7 @@ def untagged(value: Any, seen: set[int]) -> Any:
 
 
 def true_value(value: Any) -> Any:
-    """What a number stands for."""
+    """The true value of a traced number; any other value as it is."""
     return value.true if type(value) is Traced else value
 
 
@@ -248,7 +251,7 @@ def _install() -> None:
         setattr(Traced, f"__r{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, b, a))
     for symbol, name in {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}.items():
         setattr(Traced, f"__{name}__", lambda a, b, s=symbol: _compare(s, a, b))
-    # Functions with jumps, which no expression of ours has: rounding, remainders, a number's digits.
+    # Discontinuous functions, which expressions do not support: rounding, remainders, digits.
     for name in ("round", "floor", "ceil", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"):
         setattr(Traced, f"__{name}__", _on_pinned(getattr(float, f"__{name}__")))
     for name in ("hex", "is_integer", "as_integer_ratio"):
@@ -256,7 +259,7 @@ def _install() -> None:
 
 
 def _on_pinned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of numbers, with true ones."""
+    """The same function, called with pinned true values."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -270,9 +273,9 @@ _install()
 
 @contextlib.contextmanager
 def traced_math(held: Sequence[Place]) -> Iterator[None]:
-    """Let functions of `math` keep the expression of a traced number, or at least see the true one.
+    """For the time of the block, let functions of `math` follow traced numbers, or else use true values.
 
-    `held`: where the user's code may have such a function under a name of its own.
+    `held`: places where user code may hold such a function under another name.
     """
 
     def follow(name: str, function: Callable[[float], float]) -> Callable[[float], float]:
@@ -306,7 +309,7 @@ def traced_math(held: Sequence[Place]) -> Iterator[None]:
             place.set(function)
 
 
-# Functions that hand a number to one op as it is. Those of the first kind do so in their backward, too.
+# Functions that pass a number to one op unchanged. The first set does so in backward, too.
 _OPERATORS = ("add", "sub", "mul", "div", "truediv")
 _PASS_WITH_GRAD = frozenset(
     (
@@ -324,11 +327,11 @@ _PASS = _PASS_WITH_GRAD | frozenset(
 
 
 class Pins(TorchFunctionMode):
-    """Gives true numbers to every torch function that may compute with them before an op sees them.
+    """Gives true numbers to every torch function that may do arithmetic with them before an op sees them.
 
-    `F.dropout` takes its probability from one; the backward of `pow` takes one from its exponent; an op on
-    the CPU runs at once. What they make of a number can't be followed, so a replay needs the same number.
-    `host_state`: ids of tensors on the CPU that are followed.
+    For example, `F.dropout` computes 1 - p, the backward of `pow` subtracts 1 from the exponent, and an op
+    on the CPU runs at once. We cannot see the result of such arithmetic, so a replay needs the same number.
+    `host_state`: ids of the CPU tensors whose updates are followed.
     """
 
     def __init__(self, host_state: Collection[int]) -> None:
@@ -336,7 +339,7 @@ class Pins(TorchFunctionMode):
         self._host_state = host_state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, with pinned numbers unless it is known to pass them on."""
+        """Call the function, with pinned numbers unless it is known to pass numbers on unchanged."""
         del types
         kwargs = kwargs or {}
         if any(map(_has_traced, (*args, *kwargs.values()))) and not self._passes_on(func, args, kwargs):
@@ -353,7 +356,7 @@ class Pins(TorchFunctionMode):
         if not any(map(is_lazy, tensors)):
             return False
         has_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        # `alpha` and its like are negated in backward formulas.
+        # Backward formulas negate keyword numbers such as `alpha`.
         is_plain = name in _PASS_WITH_GRAD and not any(map(_has_traced, kwargs.values()))
         return is_plain or not has_grad
 
@@ -365,9 +368,9 @@ def _has_traced(arg: Any) -> bool:
 
 
 class Writer:
-    """Writes a Python function that evaluates expressions, each distinct one once.
+    """Writes a Python function that evaluates expressions, each distinct expression once.
 
-    `read` gives the code that reads a source; it may use `emit` for what the source depends on.
+    `read` returns the code that reads a source. It may call `emit` for expressions that the source needs.
     """
 
     def __init__(self, read: Callable[[Expression], str], names: dict[str, Any]) -> None:
@@ -377,7 +380,7 @@ class Writer:
         self._scope = {**names, **{f"_{name}": getattr(math, name) for name in _MATH}, "_abs": abs}
 
     def emit(self, expression: Expression) -> str:
-        """The code of an expression: a literal, or the name of a variable that has been computed."""
+        """The code for an expression: a literal, or the name of a variable that holds its value."""
         if not isinstance(expression, tuple):
             return f"float({str(expression)!r})" if _is_odd(expression) else repr(expression)
         if expression not in self._known:
@@ -395,17 +398,17 @@ class Writer:
         return self._known[expression]
 
     def line(self, code: str) -> None:
-        """Add a line."""
+        """Add a line of code."""
         self._lines.append(f" {code}")
 
     def guard(self, symbol: str, left: Expression, right: Expression, expected: bool) -> None:
-        """Return None unless a comparison comes out as expected."""
+        """Make the function return None unless a comparison has the expected result."""
         self.line(f"if (({self.emit(left)}) {symbol} ({self.emit(right)})) is not {expected}: return None")
 
     def finish(
         self, results: Sequence[Expression], epilogue: Sequence[str]
     ) -> Callable[[Any], list[Any] | None]:
-        """The function: it returns all results, after the lines of the epilogue."""
+        """The finished function: it runs the lines of the epilogue and returns all results."""
         values = [self.emit(result) for result in results]
         for code in epilogue:
             self.line(code)
