@@ -1,15 +1,15 @@
-"""Closures: work that looks at values, in order, without holding up the step.
+"""Handlers of closures: they run closures in order, on the calling thread or on a worker.
 
-`ClosureHandler` runs closures where it is called. `AsyncClosureHandler` runs them on one worker
-thread behind a bounded queue. Both are plain Python: they know nothing of the lazy device, and can
-be used alone:
+`ClosureHandler` runs closures on the calling thread. `AsyncClosureHandler` runs them on one worker
+thread, behind a bounded queue. Both are plain Python, do not depend on the lazy device, and can be used on
+their own:
 
     handler = AsyncClosureHandler(max_queue_size=10)
     handler.run(lambda: upload(metrics))
     handler.flush(timeout=30)
 
-What holds for both: closures run in the order in which they were handed over; one that raises does
-not stop those behind it; every error is raised exactly once; nothing waits while holding a lock.
+Invariants of both: closures run in the order in which they were given. A closure that raises does not stop
+the closures behind it. Every error is raised exactly once. No thread waits while it holds a lock.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ Closure = Callable[[], Any]
 class WhenFull(enum.Enum):
     """What `AsyncClosureHandler.run` does when the queue is full."""
 
-    WAIT = "wait"  # until the worker has taken a closure
-    DROP_OLDEST = "drop_oldest"  # the longest waiting closure goes, unrun
-    DROP_NEWEST = "drop_newest"  # the new closure goes, unrun
-    RAISE = "raise"  # QueueFullError, and nothing is queued
+    WAIT = "wait"  # wait until the worker has taken a closure
+    DROP_OLDEST = "drop_oldest"  # drop the closure that has waited longest, without running it
+    DROP_NEWEST = "drop_newest"  # drop the new closure, without running it
+    RAISE = "raise"  # raise QueueFullError, and queue nothing
 
 
 class ClosureHandler:
     """Runs closures at once, on the calling thread."""
 
     def run(self, closure: Closure) -> None:
-        """Run one closure. Its exception is the caller's."""
+        """Run one closure. Its exception is raised to the caller."""
         _call(closure)
 
     def __call__(self, closures: Iterable[Closure]) -> None:
-        """Run every closure, in order, also behind one that raises.
+        """Run every closure, in order, also after one has raised.
 
-        The first exception leaves with its own traceback; the others are its notes.
+        Then raise the first exception, with its own traceback and the other exceptions as notes.
         """
         first: BaseException | None = None
         for closure in closures:
@@ -69,10 +69,10 @@ class ClosureHandler:
 
 
 class AsyncClosureHandler(ClosureHandler):
-    """Runs closures on one worker thread, in order, behind a queue of at most `max_queue_size`.
+    """Runs closures on one worker thread, in order, behind a queue of at most `max_queue_size` closures.
 
-    The worker starts with the first closure, or with `start_event_loop()`, and lives until
-    `close()`; it is a daemon, so a closure that blocks for ever does not keep the process.
+    The worker starts with the first closure, or with `start_event_loop()`, and ends with `close()`. It is a
+    daemon thread, so a closure that blocks forever does not keep the process alive.
     """
 
     def __init__(self, max_queue_size: int = 100, when_full: WhenFull = WhenFull.WAIT) -> None:
@@ -95,32 +95,32 @@ class AsyncClosureHandler(ClosureHandler):
     # -- the caller's side ---------------------------------------------------------------------
 
     def start_event_loop(self) -> None:
-        """Start the worker, if it is not running."""
+        """Start the worker if it is not running. Does not wait."""
         with self._condition:
             self._start_worker()
 
     def run(self, closure: Closure) -> None:
-        """Queue one closure. Does not wait, unless the queue is full and `when_full` says so.
+        """Queue one closure. Blocks only if the queue is full and `when_full` is WAIT.
 
-        Raises a failure of an earlier closure first, and then queues nothing: the same call can be
-        made again.
+        If an earlier closure has failed, raises its error and queues nothing; the same call can then be
+        repeated.
         """
         self.raise_failures()
         self.put(closure)
 
     def __call__(self, closures: Iterable[Closure]) -> None:
-        """Queue closures, in order. Raises a failure of an earlier one first, and then queues nothing."""
+        """Queue closures, in order. If an earlier closure has failed, raises its error and queues nothing."""
         self.raise_failures()
         for closure in closures:
             self.put(closure)
 
     def put(self, closure: Closure) -> None:
-        """Queue one closure, leaving failures of earlier ones where they are."""
+        """Queue one closure, without raising the errors of earlier closures."""
         is_worker = threading.current_thread() is self._worker
         with self._condition:
             if self._is_closed:
                 raise LazyStepError(f"{name_of(closure)} came after close(): the worker has ended")
-            # The worker never waits for itself: what a closure adds goes beyond the bound.
+            # The worker must not wait for itself, so closures that a closure adds may exceed the bound.
             if len(self._queue) >= self.max_queue_size and not is_worker and not self._make_room(closure):
                 return
             self._queue.append(closure)
@@ -128,7 +128,7 @@ class AsyncClosureHandler(ClosureHandler):
             self._condition.notify_all()
 
     def _make_room(self, closure: Closure) -> bool:
-        """Deal with a full queue. Whether the closure is to be queued. Waiting releases the lock."""
+        """Handle a full queue. Returns whether to queue the closure. Waiting releases the lock."""
         if self.when_full is WhenFull.RAISE:
             raise QueueFullError(
                 f"{self.max_queue_size} closures are waiting, {name_of(closure)} was not queued. "
@@ -151,16 +151,16 @@ class AsyncClosureHandler(ClosureHandler):
         return True
 
     def flush(self, timeout: float | None = None) -> None:
-        """Block until every queued closure has run, then raise what failed.
+        """Block until every queued closure has run, then raise their errors.
 
-        Raises `WaitTimeoutError` after `timeout` seconds (default: the setting `wait_timeout`),
-        naming the closure that is running and where it is.
+        Raises `WaitTimeoutError` after `timeout` seconds (default: the setting `wait_timeout`); the message
+        names the running closure and the line that it is at.
         """
         self.wait_idle(timeout)
         self.raise_failures()
 
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Block until every queued closure has run. Leaves what failed for the next barrier or flush."""
+        """Block until every queued closure has run. Their errors stay for the next barrier or flush."""
         if threading.current_thread() is self._worker:
             raise LazyStepError("a closure on the worker thread can't wait for the worker: it is the worker")
         with self._condition:
@@ -170,13 +170,13 @@ class AsyncClosureHandler(ClosureHandler):
             )
 
     def take_failures(self) -> list[ClosureError]:
-        """The failures since the last call: each is handed out once."""
+        """The failures since the last call. Each failure is returned once."""
         with self._condition:
             failures, self._failures = self._failures, []
         return failures
 
     def raise_failures(self) -> None:
-        """Raise what has failed since the last call: the first, with the others as notes."""
+        """Raise the first failure since the last call, with the other failures as notes."""
         failures = self.take_failures()
         if failures:
             for other in failures[1:]:
@@ -185,11 +185,14 @@ class AsyncClosureHandler(ClosureHandler):
 
     @property
     def num_waiting(self) -> int:
-        """Closures in the queue, without the one that is running."""
+        """The number of closures in the queue, without the running closure."""
         return len(self._queue)
 
     def close(self, timeout: float) -> list[str]:
-        """Run what is queued within `timeout` seconds, end the worker, and name what was dropped."""
+        """Wait up to `timeout` seconds for queued closures, then end the worker.
+
+        Returns the names of the closures that had not finished.
+        """
         with self._condition:
             if self._worker is not threading.current_thread():
                 self._condition.wait_for(
@@ -202,7 +205,7 @@ class AsyncClosureHandler(ClosureHandler):
         return dropped
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float) -> None:
-        """Wait under the condition, which releases the lock; wake when the worker dies. Needs the lock."""
+        """Wait until `condition()`, or raise if the worker dies. Needs the lock, and releases it to wait."""
         deadline = time.monotonic() + timeout
         while not condition():
             if not self._worker_lives() and (self._queue or self._running is not None):
@@ -238,7 +241,7 @@ class AsyncClosureHandler(ClosureHandler):
 
     def _work(self) -> None:
         try:
-            # What a report computes must not slow the steps down that run beside it.
+            # One thread: computations of a closure must not slow down the steps that run beside it.
             set_num_threads(1)
             while True:
                 with self._condition:
@@ -256,7 +259,7 @@ class AsyncClosureHandler(ClosureHandler):
                         self._failures.append(failure)
                     self._condition.notify_all()
         except BaseException as error:
-            # Not a closure's error, which `_attempt` keeps, but one of the loop: whoever waits must hear.
+            # Not a closure's error, which `_attempt` keeps, but an error of the loop: wake waiting threads.
             with self._condition:
                 self._worker_error = error
                 self._condition.notify_all()
@@ -284,7 +287,7 @@ def _call(closure: Closure) -> None:
 
 
 def name_of(closure: Closure) -> str:
-    """What a message calls a closure: its `description`, or the name and place of its function."""
+    """The name of a closure in messages: its `description`, or the name and line of its function."""
     description = getattr(closure, "description", None)
     if description is not None:
         return str(description)
@@ -298,8 +301,8 @@ _handlers: weakref.WeakSet[AsyncClosureHandler] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # The worker stayed in the parent, and may have held the lock: the child starts anew, with what
-    # the parent will run itself taken out.
+    # The worker thread exists only in the parent, and may have held the lock. So the child starts with a new
+    # lock and an empty queue; the parent runs the queued closures.
     for handler in list(_handlers):
         handler._reset()
 

@@ -1,12 +1,12 @@
-"""Every setting, its environment variable, its default.
+"""All settings, with their environment variables and defaults.
 
-Settings are read from the environment once, at import; a value that does not parse is a
-`ConfigError` that names the variable. They can be changed afterwards:
+Settings are read from the environment once, at import. A value that does not parse raises a `ConfigError`
+that names the variable. Settings can be changed later:
 
     lazystep.config.settings.max_in_flight = 2
     with lazystep.config.override(source_lines=False): ...
 
-This module imports nothing of lazystep but its errors.
+This module imports nothing else of lazystep but the errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from .errors import ConfigError
 
 _PREFIX = "LAZYSTEP_"
-# Variables of torch._lazy that mean the same; ours goes first.
+# Variables of torch._lazy with the same meaning. If both are set, ours is used.
 _ALIASES = {"max_async_queue": "LTC_MAX_ASYNC_QUEUE"}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True}
 _FLAGS |= {"0": False, "false": False, "no": False, "off": False}
@@ -59,7 +59,7 @@ def _setting(default: Any, doc: str, parse: Callable[[str], Any], check: Callabl
     return dataclasses.field(default=default, metadata={"doc": doc, "parse": parse, "check": check})
 
 
-# Who is told of a new value: what can't ask for it each time.
+# Callbacks for changed settings, for code (such as C++) that can't read the setting each time.
 _watchers: dict[str, Callable[[Any], object]] = {}
 
 
@@ -195,7 +195,7 @@ def watch(name: str, callback: Callable[[Any], object]) -> None:
 
 
 def describe() -> str:
-    """A table of all settings: variable, value now, meaning."""
+    """A table of all settings: environment variable, current value, meaning."""
     rows = []
     for field in dataclasses.fields(Settings):
         value = getattr(settings, field.name)
@@ -205,7 +205,13 @@ def describe() -> str:
 
 @contextmanager
 def override(**values: Any) -> Iterator[Settings]:
-    """Change settings inside a `with` block, for every thread, and put them back afterwards."""
+    """Change settings for all threads inside a `with` block, and restore them afterwards.
+
+    For example:
+
+        with lazystep.config.override(tier="reference"):
+            train()
+    """
     saved = {name: getattr(settings, name, None) for name in values}
     try:
         for name, value in values.items():

@@ -1,4 +1,7 @@
-"""Looking at what is recorded, at what became of it, and at when: nothing here runs anything."""
+"""Inspection: the recorded program, the programs so far and their tiers, and a timeline.
+
+Nothing here runs a program. Only `profile` waits, at the end of its block.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ __all__ = ["dump_ir", "explain", "last_program", "pending_program", "profile", "
 
 
 def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
-    """The program that would compute these tensors now, as recorded since the last barrier.
+    """The program that would compute these tensors, from the recording since the last barrier.
 
         loss = loss_fn(model(x), y)
         print(lazystep.debug.pending_program([loss]))
 
-    Records nothing, runs nothing. A tensor that has its value already is not part of it.
+    Records nothing and runs nothing. A tensor that already has its value is not part of the program.
     """
     handles = [handle_of(t) for t in tensors]
     with runtime.recorder.lock:
@@ -60,7 +63,7 @@ def render_ir_graph(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def last_program() -> Program | None:
-    """The program of the step that was queued last; None before the first one. Does not wait for it.
+    """The program of the step that was queued last; None before the first step. Does not wait.
 
     For example:
 
@@ -71,11 +74,11 @@ def last_program() -> Program | None:
 
 
 def explain() -> str:
-    """In plain words: which programs there are and why, on which tier each runs and why, which lines wait.
+    """Explain as text which programs exist and why, on which tier each runs and why, and which lines wait.
 
         print(lazystep.debug.explain())
 
-    Does not synchronize: counts include what has run so far.
+    Does not synchronize: the counts include only steps that have already run.
     """
     rows = [history.explain(runtime.remembered_programs())]
     lines = metrics.synchronizations()
@@ -87,7 +90,7 @@ def explain() -> str:
 
 @contextmanager
 def profile(path: str | Path, *, max_spans: int = 1_000_000) -> Iterator[timeline.Timeline]:
-    """Write a Chrome trace of everything in the block: open it at ui.perfetto.dev or chrome://tracing.
+    """Write a Chrome trace of the block to `path`: open it in ui.perfetto.dev or chrome://tracing.
 
         with lazystep.profile("trace.json") as timeline:
             for x, y in loader:
@@ -95,14 +98,14 @@ def profile(path: str | Path, *, max_spans: int = 1_000_000) -> Iterator[timelin
             with timeline.span("evaluation"):
                 evaluate()
 
-    A row per thread: recording and replays, barriers and waits (with the line that asked) on the training
-    thread; each execution with its step, tier and program; closures; builds, as seen from here; DDP's
-    buckets under `lazystep.overlap`. Clock, process and thread numbers are those of `torch.profiler`'s
-    trace, so that the two line up. The last `max_spans` are kept.
+    The trace has one row per thread. It shows recording, replays, barriers and waits (with the user's line)
+    on the training thread; each execution with its step, tier and program; closures; builds, as this process
+    sees them; and DDP's buckets under `lazystep.overlap`. Clock, process numbers and thread numbers are those
+    of `torch.profiler`'s trace, so the two traces line up. The last `max_spans` spans are kept.
 
-    Leaving the block waits for queued steps and closures, so that they are in the trace; what failed in
-    them is left for the next barrier. A block that raises does not wait, and has its trace, too. One at a
-    time. A path that can't be written is an error at the start.
+    At the end the block waits for queued steps and closures, so that the trace includes them. Their errors
+    stay for the next barrier. A block that raises does not wait, but still writes its trace. Only one profile
+    can run at a time. A path that can't be written is an error at the start.
     """
     if timeline.active is not None:
         raise LazyStepError("a profile is being taken already: there is one at a time")

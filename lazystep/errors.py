@@ -1,14 +1,13 @@
-"""Every error that lazystep raises by itself: one root, a few kinds.
+"""All exceptions that lazystep defines, with one root class.
 
-A message says what happened, which op, at which line of the user's code it was recorded, and
-what to do about it.
+A message says what happened, in which op, which line of the user's code recorded the op, and what to do.
 """
 
 from __future__ import annotations
 
 
 class LazyStepError(RuntimeError):
-    """The root of all errors below.
+    """The base class of all lazystep errors.
 
     For example:
 
@@ -20,25 +19,25 @@ class LazyStepError(RuntimeError):
 
 
 class ConfigError(LazyStepError, ValueError):
-    """A setting has a value that it can't take. The message names the setting and its variable.
+    """A setting has an invalid value. The message names the setting and its environment variable.
 
-    Raised at import for a variable, at the assignment for a field:
+    Raised at import for an environment variable, and at the assignment for a field:
 
         lazystep.config.settings.max_in_flight = 0      # expected a number greater than 0
     """
 
 
 class UnsupportedError(LazyStepError):
-    """Not supported: lazystep says so rather than computing something else.
+    """The operation is not supported. lazystep refuses it instead of computing something else.
 
-    Raised at the line that asks for it, before anything is recorded:
+    Raised at the user's line, before anything is recorded:
 
         lazy.untyped_storage()      # there is no memory to show: use lazy.cpu()
     """
 
 
 class DeviceMismatchError(LazyStepError):
-    """Tensors of the lazy device and of another one met in an op that does not mix them.
+    """An op got tensors of the lazy device and of another device, and can't mix them.
 
     For example:
 
@@ -50,19 +49,19 @@ class DeviceMismatchError(LazyStepError):
 class StepError(LazyStepError):
     """A step failed on the executor thread. `__cause__` is the error of the op itself.
 
-    Raised once from the next barrier, and from every read of a tensor that the failed step
-    should have produced or has left half updated.
+    Raised once from the next barrier, and from every read of a tensor that the failed step should have
+    produced or has left half updated.
 
-        row = table[torch.tensor([5]).to("lazy")]   # recorded: whether 5 is a row is not known yet
+        row = table[torch.tensor([5]).to("lazy")]   # recorded: nobody knows yet whether row 5 exists
         lazystep.mark_step(wait=True)               # raises: step 1 failed in aten.index.Tensor, ...
-        model.load_state_dict(checkpoint)           # overwrites what was half updated
+        model.load_state_dict(checkpoint)           # overwrites half updated tensors
     """
 
 
 class CaptureError(LazyStepError):
     """A step with `fullgraph=True` can't be replayed. The message says why and what to do.
 
-    The call itself has been recorded and is right; without `fullgraph` this is a warning.
+    The call itself was recorded, and its results are right. Without `fullgraph` this is a warning.
 
         @lazystep.step(fullgraph=True)
         def train_step(x):
@@ -71,8 +70,10 @@ class CaptureError(LazyStepError):
 
 
 class ClosureError(LazyStepError):
-    """An async closure raised. `__cause__` is its exception; the message names it, its step and where
-    it was added. Raised once, from the next barrier, flush or exit; the closures behind it still run.
+    """An async closure raised an exception, which is the `__cause__` of this error.
+
+    The message names the closure, its step and the line that added it. The error is raised once, from the
+    next barrier or flush, or printed at exit. The closures behind it still run.
 
         lazystep.add_step_closure(upload, (loss,), run_async=True)
         lazystep.mark_step()
@@ -81,23 +82,25 @@ class ClosureError(LazyStepError):
 
 
 class QueueFullError(LazyStepError):
-    """The queue of async closures is full and its policy is to raise. Nothing was queued.
+    """The queue of async closures is full, and its policy is to raise. Nothing was queued.
 
-    lazystep.config.settings.async_queue_policy = "raise"       # the default waits for a place
+    For example:
+
+        lazystep.config.settings.async_queue_policy = "raise"       # the default waits for a place
     """
 
 
 class WaitTimeoutError(LazyStepError, TimeoutError):
-    """Waiting took longer than the setting `wait_timeout`, or the `timeout` of the call, allows.
+    """A wait took longer than the `timeout` of the call, or else than the setting `wait_timeout`.
 
-    What was waited for goes on; wait again, or allow more:
+    The step or closure still runs in the background. Wait again, or allow more time:
 
         lazystep.config.settings.wait_timeout = 7200.0
     """
 
 
 class ForkError(LazyStepError):
-    """A lazy tensor was used in a forked child, which has no executor thread.
+    """A lazy tensor was used in a forked child process, which has no executor thread.
 
     For example:
 
@@ -107,11 +110,12 @@ class ForkError(LazyStepError):
 
 
 class OverlapError(LazyStepError):
-    """An optimizer that overlaps with backward was used in a way that plain DDP would answer differently,
-    or an update failed. The parameters may be half updated: forward and `step()` raise until model and
-    optimizer have been reloaded.
+    """An overlapped optimizer was used in a way that can't equal plain DDP, or an update failed.
 
-        loss.backward()                                     # has updated already
-        clip_grad_norm_(ddp.parameters(), 1.0)              # so step() raises
+    Parameters may be half updated, so forward and `step()` raise until the model and its optimizers have been
+    reloaded.
+
+        loss.backward()                                     # has already updated the parameters
+        clip_grad_norm_(ddp.parameters(), 1.0)              # changes the gradients: step() raises
         overlap_optimizer(ddp, optimizer, max_norm=1.0)     # the way out
     """

@@ -1,4 +1,4 @@
-"""The programs of this process in the order in which they appeared, and why there is more than one."""
+"""The programs of this process in order of appearance, with the reason why each new one differs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .program.difference import first_difference, nearest
 from .program.program import Program
 from .tiers import State, TieredExecutable
 
-# A storm: this many new programs among the last so many barriers, after the loop has had time to settle.
+# A storm is `_STORM` new programs in the last `_WINDOW` barriers, after the first `_SETTLED` barriers.
 _STORM, _WINDOW, _SETTLED = 48, 64, 64
 
 
 class ProgramFacts(NamedTuple):
-    """What there is to say about a program: where it comes from, why it exists, what it runs on."""
+    """Facts about a program: the line that it starts at, why it exists, how often and on what it ran."""
 
     number: int
     num_instructions: int
@@ -40,12 +40,12 @@ class History:
         self._has_warned = False
 
     def repeated(self) -> None:
-        """A barrier found its program in the cache."""
+        """Note that a barrier found its program in the cache."""
         self._num_barriers += 1
         self._recent.append(False)
 
     def appeared(self, executable: TieredExecutable) -> None:
-        """A barrier made a new program."""
+        """Note that a barrier made a new program. Gives notice of a storm of new programs."""
         self._num_barriers += 1
         self._recent.append(True)
         is_storm = sum(self._recent) >= _STORM and self._num_barriers >= _SETTLED
@@ -63,12 +63,12 @@ class History:
         self._programs.append(executable)
 
     def programs(self) -> list[TieredExecutable]:
-        """Every program that is remembered, in the order in which they appeared."""
+        """The remembered programs, in order of appearance."""
         return list(self._programs)
 
 
 def describe(programs: Sequence[TieredExecutable]) -> list[ProgramFacts]:
-    """What there is to say about each of them. Compares programs: call it without a lock."""
+    """The facts about each program. Call it without a lock: comparing programs takes time."""
     facts = []
     for position, one in enumerate(programs):
         instructions = one.program.instructions
@@ -87,7 +87,7 @@ def describe(programs: Sequence[TieredExecutable]) -> list[ProgramFacts]:
 
 
 def explain(programs: Sequence[TieredExecutable]) -> str:
-    """Every program: how often it ran, on what, why it exists, why it is not native."""
+    """For every program, as text: how often it ran, why it exists, and why it has no library, if so."""
     total = programs[-1].number if programs else 0
     rows = [f"{total} programs" + (", the last ones:" if total > len(programs) else "")]
     for one in describe(programs):

@@ -1,14 +1,14 @@
-"""Counters of what the runtime did, and the lines that made it wait.
+"""Counters of the runtime's events, and the user's lines that made the training thread wait.
 
-Counters change at barriers and reads, never once per op, so that they cost the hot path nothing.
+Counters change at barriers and reads, never once per op, so recording an op does not pay for them.
 Names are stable: `programs_recorded`, `programs_executed`, `cache_hits`, `cache_misses`,
 `instructions_recorded`, `instructions_executed`, `synchronizations`, `synchronizations:<reason>`,
 `automatic_barriers`, `random_draws`, `layout_repairs`, `steps_failed`, `overlap_backwards`,
 `overlap_parameters_updated`, and the seconds
 `seconds_recording`, `seconds_waiting`, `seconds_executing`.
 
-Nothing here synchronizes with the device: call `lazystep.wait_device_ops()` first for counters
-that include every queued step.
+Nothing here synchronizes with the device. For counters that include every queued step, call
+`lazystep.wait_device_ops()` first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _sync_lines: Counter[tuple[str, str]] = Counter()
 
 
 def count(name: str, amount: int = 1) -> None:
-    """Add to a counter; one of your own, too. Takes a lock, so once a step, not once an op.
+    """Add to a counter; the name may be your own. Takes a lock: call it once per step, not once per op.
 
     For example:
 
@@ -48,7 +48,7 @@ def count(name: str, amount: int = 1) -> None:
 
 
 def add_seconds(name: str, seconds: float) -> None:
-    """Add to a time, in seconds: its counter is called `seconds_<name>`.
+    """Add seconds to the counter `seconds_<name>`.
 
     For example:
 
@@ -59,9 +59,9 @@ def add_seconds(name: str, seconds: float) -> None:
 
 
 def count_synchronization(reason: str, line: str) -> None:
-    """Count one wait of the training thread for values, with the user's line that asked for them.
+    """Count one wait of the training thread for values, with the user's line that caused the wait.
 
-    For code that reads lazy tensors on behalf of others:
+    For libraries that read lazy tensors for their callers:
 
         lazystep.metrics.count_synchronization("my_reader", "train.py:12")
     """
@@ -86,7 +86,7 @@ def counter_names() -> list[str]:
 
 
 def counter_value(name: str) -> int | float:
-    """The value of a counter; 0 for one that has not counted anything yet.
+    """The value of a counter; 0 if nothing was counted under this name.
 
     For example:
 
@@ -98,7 +98,7 @@ def counter_value(name: str) -> int | float:
 
 
 def synchronizations() -> list[tuple[str, str, int]]:
-    """Where the training thread waited: (reason, `file:line`, how often), most frequent first.
+    """The waits of the training thread: (reason, `file:line`, how often), most frequent first.
 
     For example:
 
@@ -114,7 +114,7 @@ def reset() -> None:
 
     For example:
 
-        lazystep.metrics.reset()        # after warm-up, before what is measured
+        lazystep.metrics.reset()        # after warm-up, before the measurement
     """
     with _lock:
         _counts.clear()
@@ -123,7 +123,7 @@ def reset() -> None:
 
 
 def report() -> str:
-    """All counters and the lines that synchronized, as text.
+    """All counters, and the lines that synchronized, as text.
 
     For example:
 

@@ -1,8 +1,9 @@
-"""Warnings about what happened in the background, given on the training thread.
+"""Warnings about events on background threads, given on the training thread.
 
-A builder that fails or a cache that can't be used is noticed on a thread where nobody looks and where
-a filter that turns warnings into errors would kill the wrong work. So notices wait here, each kind
-at most once a process, and the next barrier warns. What is left at exit is printed.
+A background thread notices, for example, that a build failed or that the cache can't be used. A warning there
+could go unseen, and a filter that turns warnings into errors would kill the background thread's work. So
+the notice waits here, and the next barrier warns. Each kind is given at most once per process. Notices that
+still wait at exit are printed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _given: set[str] = set()
 
 
 class LazyStepWarning(UserWarning):
-    """Something is not as fast or as durable as it could be; the numbers are right.
+    """Training is slower or less durable than it could be. The computed numbers are right.
 
-    Each kind is given once, at a barrier, on the training thread.
+    Each kind of warning is given once, at a barrier, on the training thread.
 
         warnings.simplefilter("error", lazystep.LazyStepWarning)    # in a test: nothing may be slow
     """
@@ -34,7 +35,7 @@ def notice(kind: str, message: str) -> None:
 
 
 def give_notices(stacklevel: int) -> None:
-    """Warn about everything that waits. Called by barriers."""
+    """Warn about all waiting notices. Called by barriers."""
     if not _waiting:
         return
     with _lock:
@@ -44,12 +45,12 @@ def give_notices(stacklevel: int) -> None:
             warnings.warn(message, LazyStepWarning, stacklevel=stacklevel + 1)
         except LazyStepWarning:
             with _lock:
-                _waiting[:0] = messages[number + 1 :]  # the rest is not lost when the first one raises
+                _waiting[:0] = messages[number + 1 :]  # keep the rest when a filter makes this warning raise
             raise
 
 
 def print_notices() -> None:
-    """Print what waits to standard error: at exit there is no barrier to come."""
+    """Print all waiting notices to standard error. Called at exit, when no barrier follows."""
     with _lock:
         messages, _waiting[:] = list(_waiting), []
     for message in messages:

@@ -1,14 +1,14 @@
-"""One OpenMP pool: the executor's.
+"""OpenMP thread pools: only the executor keeps one.
 
-libgomp keeps a pool of threads for every thread that has run a parallel region. As soon as all pools
-together have more threads than there are processors, its barriers stop spinning and every parallel
-region pays for waking a thread. After a single large CPU op on the training thread the executor's
-steps took 3 (MLP) to 8 times (LSTM) as long. So whoever else computes does it on one thread, or gives its
-pool back before the executor runs: the threads are ended, and made again if they are needed again.
+libgomp keeps a pool of threads for every thread that has run a parallel region. If all pools together have
+more threads than there are processors, libgomp's barriers stop spinning, and every parallel region has to
+wake sleeping threads. After a single large CPU op on the training thread, the executor's steps took 3 (MLP)
+to 8 times (LSTM) as long. So every other thread computes on one thread, or gives its pool back before the
+executor runs: the pool's threads end, and libgomp makes new ones when they are needed again.
 
-Beside a neighbour that computes, the same spinning is ruinous: a thread spins while the one that it waits
-for has no processor. So while a compiler is at work a second pool is kept on purpose, and barriers sleep:
-on 2 cores a GPT made 15 steps a second in place of 0.4 to 10.
+Spinning is harmful while another process computes: a thread spins while the thread that it waits for has no
+processor. So while a compiler runs, a second pool is kept on purpose, which makes the barriers sleep: on 2
+cores a GPT made 15 steps a second instead of 0.4 to 10.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 import torch
 
 _PAUSE_SOFT = 1  # omp_pause_soft: settings are kept
-_SHARED_SIZE = 1 << 18  # elements: several times what torch gives to one thread
+_SHARED_SIZE = 1 << 18  # elements: large enough that torch splits the op between threads
 
 
 def release_pool() -> None:
-    """End the calling thread's pool. Costs a microsecond where there is none."""
+    """End the calling thread's pool. Costs a microsecond if the thread has none."""
     _pause(_PAUSE_SOFT)
 
 
 def set_num_threads(num_threads: int) -> None:
-    """How many threads the calling thread uses; torch's own function concerns every thread."""
+    """Set the number of OpenMP threads for the calling thread only; torch's function is for all threads."""
     _set_num_threads(num_threads)
 
 
 @contextlib.contextmanager
 def sleeping_barriers() -> Iterator[None]:
-    """Have a pool on the calling thread, so that there are more threads than processors."""
+    """Keep a pool on the calling thread: with more threads than processors, libgomp's barriers sleep."""
     torch.zeros(_SHARED_SIZE).add_(1)
     try:
         yield
@@ -47,12 +47,12 @@ def sleeping_barriers() -> Iterator[None]:
 
 
 def can_release() -> bool:
-    """Whether torch's OpenMP is one that gives pools back."""
+    """Whether torch's OpenMP library can end a thread's pool."""
     return _pause is not _nothing
 
 
 def thread_setter_address() -> int:
-    """The address of what `set_num_threads` calls, for C++; 0 if there is none."""
+    """The address of the C function behind `set_num_threads`, for C++; 0 if there is none."""
     if _set_num_threads is _nothing:
         return 0
     pointer = ctypes.cast(_set_num_threads, ctypes.c_void_p)  # type: ignore[arg-type]
@@ -60,12 +60,12 @@ def thread_setter_address() -> int:
 
 
 def _nothing(_: int) -> int:
-    return 0  # another OpenMP, or none: only speed is lost
+    return 0  # another OpenMP library, or none: only speed is lost
 
 
 @functools.cache
 def _libraries() -> list[Any]:
-    # torch brings its own libgomp, which is not visible globally: the one that is mapped is the one.
+    # torch loads its own libgomp, which is not visible globally. So find it among the mapped files.
     found = []
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text().splitlines()

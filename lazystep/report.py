@@ -1,8 +1,8 @@
 """Ready-made closures: a CSV or JSONL log, TensorBoard, a progress bar.
 
-Each takes the step's tensors as they are, adds one async closure, and costs the training thread no
-more than that. What they look at is computed by the step itself: `gradient_norms` and TensorBoard's
-histograms are recorded into it, so that a few numbers leave the device instead of whole tensors.
+A report takes lazy tensors and adds one async closure, which is its only cost on the training thread.
+`gradient_norms` and TensorBoard's histograms are recorded into the step, so the step computes them, and a few
+numbers leave the device instead of whole tensors.
 
     with lazystep.report.JsonlLog("run.jsonl", every=10) as log:
         for step, (x, y) in enumerate(loader):
@@ -29,7 +29,7 @@ from .step_closures import add_step_closure, flush_step_closures
 
 
 def gradient_norms(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The norm of each parameter's gradient, by name; recorded into the step, synchronizes nothing."""
+    """The norm of each parameter's gradient, by name. Recorded into the step; does not synchronize."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     norms = torch._foreach_norm([grad for _, grad in named]) if named else ()
     return {f"grad_norm/{name}": norm for (name, _), norm in zip(named, norms, strict=True)}
@@ -40,7 +40,7 @@ def _to_number(value: Any) -> Any:
 
 
 class _Report:
-    """Adds an async closure in every N-th step. Leaving the `with` block waits for them all."""
+    """Adds an async closure in every N-th step. Leaving the `with` block waits for all closures."""
 
     def __init__(self, every: int) -> None:
         if every < 1:
@@ -48,11 +48,11 @@ class _Report:
         self.every = every
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is reported: ask before computing something for the report alone."""
+        """Whether this step is reported. Check it before computing something only for the report."""
         return step % self.every == 0
 
     def close(self) -> None:
-        """Wait for what is queued, raise what failed, and close the file."""
+        """Block until all queued closures have run, raise their errors, and close the output."""
         try:
             flush_step_closures()
         finally:
@@ -76,18 +76,18 @@ class _FileLog(_Report):
         self._file: IO[str] = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115
 
     def __call__(self, step: int, **values: Any) -> None:
-        """Log numbers and one-element tensors of this step."""
+        """Log numbers and one-element tensors of this step. Does not synchronize."""
         if self._file.closed:
             raise ValueError(f"step {step} came after the log was closed")
         if self.is_due(step):
             add_step_closure(self._log, (step, values), run_async=True)
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._file.closed:  # a block that raised in mid-step: its barrier came after the log's end
+        if self._file.closed:  # the `with` block raised in mid-step, so the barrier came later
             metrics.count("log_rows_late")
             return
         self._write({"step": step, **{name: _to_number(value) for name, value in values.items()}})
-        self._file.flush()  # a run that is killed keeps every line so far
+        self._file.flush()  # a killed run keeps every line so far
 
     def _write(self, row: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -97,14 +97,14 @@ class _FileLog(_Report):
 
 
 class JsonlLog(_FileLog):
-    """One JSON object per line; the values may differ from step to step."""
+    """A log file with one JSON object per line. The names of the values may differ between steps."""
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
 
 
 class CsvLog(_FileLog):
-    """A table; the first step's values are its columns, and others are an error."""
+    """A CSV table. The first row sets the columns; a later value with another name is an error."""
 
     _writer: csv.DictWriter[str] | None = None
 
@@ -129,17 +129,17 @@ class TensorBoardLog(_Report):
         self._writer = SummaryWriter(str(directory), **writer_arguments)
 
     def scalars(self, step: int, **values: Any) -> None:
-        """Log numbers and one-element tensors of this step."""
+        """Log numbers and one-element tensors of this step. Does not synchronize."""
         if self.is_due(step):
             add_step_closure(self._log_scalars, (step, values), run_async=True)
 
     def histogram(self, step: int, name: str, tensor: torch.Tensor, bins: int = 64) -> None:
-        """Log the distribution of a tensor. It is counted inside the step; the counts leave it."""
+        """Log the distribution of a tensor. The step counts the bins; only the counts leave the device."""
         if not self.is_due(step):
             return
         x = tensor.detach().float().reshape(-1)
         low, high = x.min(), x.max()
-        # histc wants its range as numbers, which would synchronize: scale to a range we know.
+        # histc takes its range as Python numbers, which would synchronize. So scale to a fixed range.
         scaled = (x - low) / (high - low).clamp_min(1e-12) * bins
         counts = torch.histc(scaled, bins, 0.0, float(bins))
         args = (step, name, counts, low, high, x.sum(), x.square().sum())
@@ -177,7 +177,7 @@ class TensorBoardLog(_Report):
 
 
 class ProgressBar(_Report):
-    """A live bar with the step's numbers; plain lines where the output is not a terminal."""
+    """A live progress bar with the step's numbers; plain lines if the output is not a terminal."""
 
     def __init__(self, total: int, every: int = 1, description: str = "training") -> None:
         super().__init__(every)
@@ -200,7 +200,7 @@ class ProgressBar(_Report):
         self._progress.start()
 
     def __call__(self, step: int, **values: Any) -> None:
-        """Show numbers and one-element tensors of this step."""
+        """Show numbers and one-element tensors of this step. Does not synchronize."""
         if self.is_due(step):
             add_step_closure(self._show, (step, values), run_async=True)
 

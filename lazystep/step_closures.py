@@ -1,12 +1,12 @@
 """Step closures: logs, metrics, plots and checkpoints that run after the barrier of their step.
 
-A closure is added while its step is recorded, and runs after the step's barrier: on the training
-thread, or with `run_async=True` on the worker, off it. Its tensor arguments are as of that barrier,
-also when it runs ten steps later. A sync closure gets the lazy tensors themselves; an async one gets
-CPU tensors, so that nothing it does with them is recorded into somebody else's step.
+A closure is added while its step is recorded, and runs after the step's barrier: on the training thread, or
+with `run_async=True` on a worker thread. Its tensor arguments have the values of that barrier, even if the
+closure runs ten steps later. A sync closure gets the lazy tensors themselves. An async closure gets CPU
+tensors, so that its ops are not recorded into a later step.
 
-A closure that captures lazy tensors from around it, instead of taking them as arguments, sees
-whatever value they have when it runs; that is warned about where it can be seen.
+A closure can also capture lazy tensors from the surrounding function instead of taking them as arguments.
+Such a closure sees the values at the time it runs; `add_step_closure` warns if it can see the capture.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StepClosure:
-    """A closure with its arguments, and where it was added."""
+    """A closure, its arguments, and the line that added it."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, where: str) -> None:
         self.function = function
@@ -44,17 +44,17 @@ class StepClosure:
 
     @property
     def description(self) -> str:
-        """For messages."""
+        """The closure's name, step and line, for messages."""
         name = getattr(self.function, "__qualname__", repr(self.function))
         return f"closure {name} of step {self.step}, added at {self.where},"
 
     def __call__(self) -> None:
-        """Run, with the values that were frozen at the barrier."""
+        """Run the closure. An async closure waits here for the values frozen at the barrier."""
         args, kwargs = pytree.tree_map(_take, (self.args, self.kwargs))
         self.function(*args, **kwargs)
 
     def freeze(self) -> None:
-        """Replace lazy tensors by snapshots: what they are now is what the closure will see."""
+        """Replace lazy tensors by snapshots, so that the closure sees their present values."""
         self.args, self.kwargs = pytree.tree_map(_freeze, (self.args, self.kwargs))
 
     def handles(self) -> list[Handle]:
@@ -73,7 +73,7 @@ def _take(leaf: Any) -> Any:
 
 
 class Throttle:
-    """Lets a closure run in every N-th step that adds it."""
+    """Lets a closure run only in every N-th step that adds it."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -81,7 +81,7 @@ class Throttle:
         self._last_step = -1
 
     def is_due(self, step: int) -> bool:
-        """Whether it is this step's turn. Counts the step once, however often it asks."""
+        """Whether the closure runs in this step. A step counts once, however often this is called."""
         if step != self._last_step:
             self._last_step = step
             self._num_steps += 1
@@ -89,7 +89,7 @@ class Throttle:
 
 
 class Added(NamedTuple):
-    """A call that adds a closure to the step: what a captured step does again at each replay."""
+    """A call that adds a closure to the step. A captured step repeats this call at each replay."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -100,7 +100,7 @@ class Added(NamedTuple):
 
 
 class DeviceContext:
-    """What belongs to one device: the closures of the step that is being recorded, and their handlers."""
+    """The state of one device: the closures of the step that is being recorded, and their handlers."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -110,9 +110,9 @@ class DeviceContext:
         self._lock = threading.Lock()
         self._sync: list[StepClosure] = []
         self._async: list[StepClosure] = []
-        # Closures of ended steps, for `run_closures`: their values are frozen already.
+        # Closures of ended steps, for `run_closures`. The async ones are already frozen.
         self._ended: list[tuple[list[StepClosure], list[StepClosure]]] = []
-        # While a step is captured: what it adds, also when a throttle holds it back this time.
+        # While a step is captured, all closures that it adds, also those that a throttle skips this time.
         self.log: list[Added] | None = None
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class DeviceContext:
 
     @property
     def async_handler(self) -> AsyncClosureHandler:
-        """The handler of async closures, made at first need from the settings."""
+        """The handler of async closures, made at first use from the settings."""
         with self._lock:
             if self._async_handler is None:
                 when_full = WhenFull(settings.async_queue_policy)
@@ -133,7 +133,7 @@ class DeviceContext:
             (self._async if run_async else self._sync).append(closure)
 
     def add_now(self, added: Added) -> None:
-        """Do what `add_step_closure` was asked to, unless a throttle holds it back."""
+        """Add a closure to the current step, unless its throttle skips this step."""
         if self.log is not None:
             self.log.append(added)
         if added.throttle is None or added.throttle.is_due(self.step):
@@ -147,8 +147,10 @@ class DeviceContext:
         return taken
 
     def end_step(self) -> None:
-        """Freeze what this step's async closures will see. Called by the barrier, under its lock, so
-        that no other thread's step comes between."""
+        """Freeze the arguments of this step's async closures.
+
+        The barrier calls this under its lock, so that no step of another thread comes between.
+        """
         async_closures, sync_closures = self.take()
         self.step += 1
         for closure in async_closures + sync_closures:
@@ -159,9 +161,10 @@ class DeviceContext:
             self._ended.append((async_closures, sync_closures))
 
     def run_closures(self) -> None:
-        """Hand the async closures of ended steps over, then run the sync ones. Call after the barrier.
+        """Queue the async closures of ended steps, then run the sync closures. Call after the barrier.
 
-        A sync closure's exception leaves from here, after those behind it have run.
+        If a sync closure raises, the remaining ones still run, and then its exception is raised here. Blocks
+        while the async queue is full and its policy is to wait.
         """
         with self._lock:
             ended, self._ended = self._ended, []
@@ -172,17 +175,17 @@ class DeviceContext:
         self.sync_handler(sync_closures)
 
     def async_failures(self) -> None:
-        """Raise what async closures have raised since the last call."""
+        """Raise the errors of async closures since the last call. Does not wait."""
         if self._async_handler is not None:
             self._async_handler.raise_failures()
 
     def num_pending(self) -> int:
-        """Async closures that wait or run."""
+        """The number of async closures that are queued or running."""
         handler = self._async_handler
         return 0 if handler is None else handler.num_waiting + (handler._running is not None)
 
     def close(self, timeout: float) -> list[str]:
-        """Drain the async closures within `timeout` seconds; name what did not run."""
+        """Wait up to `timeout` seconds for async closures. Returns the names of closures that did not run."""
         handler = self._async_handler
         dropped = handler.close(timeout) if handler is not None else []
         rest = [closure for closures in self.take() for closure in closures]
@@ -195,14 +198,14 @@ _contexts = {"lazy:0": DeviceContext("lazy:0")}
 
 
 def check_device(device: Any) -> None:
-    """Raise `ValueError` for anything but the lazy device, or nothing, which means it."""
+    """Raise `ValueError` unless `device` is the lazy device or None, which means the lazy device."""
     name = str(device) if device is not None else ""
     if name not in ("", "lazy", "lazy:0"):
         raise ValueError(f"there is no device {name!r} here; expected 'lazy', 'lazy:0' or nothing")
 
 
 def get_device_context(device: Any = None) -> DeviceContext:
-    """The context of a device; of the lazy device if none is named. Does not synchronize.
+    """The context of a device, by default of the lazy device. Does not synchronize.
 
     For example:
 
@@ -222,13 +225,14 @@ def add_step_closure(
 ) -> None:
     """Run `closure(*args, **kwargs)` after the barrier of the current step.
 
-    Tensors in the arguments, at any depth, are computed by the step itself and are as of its
-    barrier. With `run_async=True` the closure runs on the worker and gets CPU tensors; the training
-    thread goes on. Its exception is then raised at the next barrier.
+    Tensors in the arguments, at any depth, have their values as of the barrier; the step itself computes
+    them. By default the closure runs on the training thread, in `mark_step`, and gets the lazy tensors. With
+    `run_async=True` it runs on the worker thread and gets CPU tensors, while the training thread goes on; its
+    exception is raised at the next barrier.
 
         lazystep.add_step_closure(log, (step, loss), run_async=True)
 
-    Does not synchronize; a full queue makes the barrier wait, not this call.
+    Does not synchronize. If the queue of async closures is full, the barrier waits, not this call.
     """
     if not callable(closure):
         raise TypeError(f"expected something to call, got {type(closure).__name__}")
@@ -242,10 +246,11 @@ def add_step_closure(
 
 
 def flush_step_closures(timeout: float | None = None) -> None:
-    """Block until every async closure that a barrier has handed over has run, then raise what failed.
+    """Block until the async closures of all ended steps have run, then raise their errors.
 
-    Closures of the step that is being recorded are not included: they wait for its barrier. Raises
-    `WaitTimeoutError` after `timeout` seconds, naming the closure that is running and where it is.
+    Closures of the step that is being recorded are not included: they run after its barrier. Raises
+    `WaitTimeoutError` after `timeout` seconds (default: the setting `wait_timeout`); the message names the
+    running closure and the line that it is at.
 
         lazystep.mark_step()
         lazystep.flush_step_closures(timeout=30)        # at the end of training, or before a report
@@ -254,7 +259,7 @@ def flush_step_closures(timeout: float | None = None) -> None:
 
 
 def step_closure(run_async: bool = False, every: int = 1) -> Callable[[F], F]:
-    """Make a function a step closure: calling it adds it to the step, in every N-th step that calls it.
+    """Make a function a step closure: a call adds it to the current step, in every N-th step that calls it.
 
         @lazystep.step_closure(run_async=True, every=100)
         def log(step, loss):
@@ -262,8 +267,9 @@ def step_closure(run_async: bool = False, every: int = 1) -> Callable[[F], F]:
 
         log(step, loss)   # in the step: costs nothing in 99 of 100 steps
 
-    The call does not synchronize. The function gets the values of its step: on the worker as CPU tensors,
-    without it as lazy tensors, on the training thread, in `mark_step`.
+    The call does not synchronize. The function runs after the barrier with the values of its step. With
+    `run_async=True` it runs on the worker thread and gets CPU tensors; otherwise it runs on the training
+    thread, in `mark_step`, and gets lazy tensors.
     """
     if every < 1:
         raise ValueError(f"every = {every}: expected at least 1")
@@ -284,7 +290,7 @@ _warned: set[Any] = set()
 
 
 def _warn_of_captured_tensors(closure: Callable[..., Any]) -> None:
-    """Warn, once per function, of lazy tensors that are captured rather than passed."""
+    """Warn, once per function, if a closure captures lazy tensors instead of taking them as arguments."""
     code = getattr(closure, "__code__", None)
     if code is None or not code.co_freevars or code in _warned:
         return
@@ -306,7 +312,7 @@ def _warn_of_captured_tensors(closure: Callable[..., Any]) -> None:
 
 
 def report_at_exit(dropped: list[str], failures: Sequence[LazyStepError]) -> None:
-    """Print what the end of the process cut off or nobody has looked at."""
+    """Print the closures that did not run before exit, and the failures that were never raised."""
     for name in dropped:
         print(f"lazystep: {name} was dropped at exit", file=sys.stderr)
     for failure in failures:

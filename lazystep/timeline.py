@@ -1,12 +1,12 @@
-"""What happened when, on which thread: spans, and the Chrome trace that they make.
+"""Timelines: spans of time on threads, and the Chrome trace made from them.
 
-`active` is the timeline that is being taken, or None, which is all that the hot paths look at: once per
-barrier, run, closure or bucket, never per op. Times are those of `time.perf_counter`. A trace has the
-clock, the process and the thread numbers of the one that `torch.profiler` exports, so that the two can
-be laid over each other: their `traceEvents` can be joined into one file.
+`active` is the timeline of a running `profile`, or None. Hot paths check only `active`, once per barrier,
+run, closure or bucket, never once per op. Times are those of `time.perf_counter`. A trace uses the clock,
+process numbers and thread numbers of the trace that `torch.profiler` exports, so the `traceEvents` of both
+can be joined into one file.
 
 Categories: `recording` (also of a replay), `barrier`, `waiting`, `execution`, `build`, `closure`,
-`overlap`, and `mark` for what the user adds.
+`overlap`, and `mark` for the user's own spans.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-# Kineto's: the start of a quarter of a year, so that microseconds keep their digits in a float.
+# Kineto's base time is the start of a quarter of a year, so that a float holds microseconds exactly enough.
 _BASE_PERIOD = 7_889_238 * 10**9
-# Rows that are no threads: above every number that Linux gives to a thread.
+# Numbers of rows that are not threads, above every thread number of Linux.
 _FIRST_ROW = 10_000_000
 
 
 class Span(NamedTuple):
-    """Something that took time on a thread, or in a row of its own that has a name. No end: an instant."""
+    """An event with a start and an end. `row` is a thread number or a row's name; no end means an instant."""
 
     name: str
     category: str
@@ -45,16 +45,16 @@ class Timeline:
         self.start = time.perf_counter()
         self.num_added = 0
         self.thread_names: dict[int | str, str] = {}
-        # Appending to a deque and storing in a dict are atomic: no lock on the executor's way.
+        # Appending to a deque and storing in a dict are atomic, so the executor needs no lock here.
         self._spans: deque[Span | Callable[[], Iterable[Span]]] = deque(maxlen=max_spans)
         self._clock = UnixClock()
 
     def add(self, name: str, category: str, start: float, end: float | None = None, **args: Any) -> None:
-        """Add what the calling thread has done from `start` to `end`; without an end, an instant."""
+        """Add a span of the calling thread from `start` to `end`; without an end, an instant."""
         self._append(Span(name, category, start, end, self._this_thread(), args))
 
     def add_later(self, spans: Callable[[], Iterable[Span]]) -> None:
-        """Add spans that are asked for when the trace is written: some may not have ended yet."""
+        """Add a function that returns spans when the trace is written, for spans that have not ended yet."""
         self._append(spans)
 
     def span(self, name: str, **args: Any) -> Any:
@@ -62,7 +62,7 @@ class Timeline:
         return span(name, "mark", **args)
 
     def spans(self) -> list[Span]:
-        """Everything so far, by start. What is still open ends now and is marked `unfinished`."""
+        """All spans so far, sorted by start. A span that is still open ends now, marked `unfinished`."""
         found: list[Span] = []
         for entry in list(self._spans):
             found.extend([entry] if isinstance(entry, Span) else entry())
@@ -70,12 +70,12 @@ class Timeline:
         for one, thread_name in list(_open.values()):
             self.thread_names.setdefault(one.row, thread_name)
             found.append(one._replace(end=now, args={**one.args, "unfinished": True}))
-        # What began before the timeline did is cut off there.
+        # Spans that began before the timeline are cut off at its start.
         seen = [s for s in found if (s.start if s.end is None else s.end) >= self.start]
         return sorted((s._replace(start=max(s.start, self.start)) for s in seen), key=lambda s: s.start)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """All spans in the trace event format, in the clock of `torch.profiler`'s export."""
+        """All spans in Chrome's trace event format, in the clock of `torch.profiler`'s export."""
         trace = chrome_trace(self.spans(), os.getpid(), "python", self.thread_names, self._clock)
         return trace | {"lazystep": {"spans_dropped": self.num_added - len(self._spans)}}
 
@@ -92,13 +92,16 @@ class Timeline:
 
 active: Timeline | None = None
 
-# What `span` has begun and not ended, with the name of its thread.
+# The open spans of `span`, with the names of their threads.
 _open: dict[int, tuple[Span, str]] = {}
 
 
 @contextmanager
 def span(name: str, category: str, **args: Any) -> Iterator[None]:
-    """For what is rare and long: it is in a timeline that begins or ends in the middle of it, too."""
+    """Record the block as a span. A timeline that begins or ends inside the block also gets the span.
+
+    For rare and long events: this costs more than `Timeline.add`.
+    """
     thread = threading.current_thread()
     started = Span(name, category, time.perf_counter(), None, thread.native_id or 0, args)
     _open[id(started)] = started, thread.name
@@ -111,13 +114,13 @@ def span(name: str, category: str, **args: Any) -> Iterator[None]:
 
 
 class UnixClock:
-    """`time.perf_counter` as Unix time. Measured twice, since the two drift apart over hours."""
+    """Converts `time.perf_counter` to Unix time. Measured twice, because the two drift apart over hours."""
 
     def __init__(self) -> None:
         self._first = self._measure()
 
     def to_nanoseconds(self) -> Callable[[float], int]:
-        """The function from one to the other, from measurements at both ends."""
+        """The function from `time.perf_counter` to Unix nanoseconds, from measurements at both ends."""
         (then, then_unix), (now, now_unix) = self._first, self._measure()
         elapsed = now - then
         drift = (now_unix - then_unix - elapsed * 1e9) / elapsed if elapsed > 1.0 else 0.0
@@ -125,7 +128,7 @@ class UnixClock:
 
     @staticmethod
     def _measure() -> tuple[float, int]:
-        # The narrowest of a few: a thread may lose the processor between two readings.
+        # The fastest of five: a thread may lose the processor between two readings.
         pairs = []
         for _ in range(5):
             before, unix, after = time.perf_counter(), time.time_ns(), time.perf_counter()
@@ -141,7 +144,7 @@ def chrome_trace(
     thread_names: Mapping[int | str, str] | None = None,
     clock: UnixClock | None = None,
 ) -> dict[str, Any]:
-    """Spans in the trace event format that ui.perfetto.dev and chrome://tracing read.
+    """Spans in Chrome's trace event format, which ui.perfetto.dev and chrome://tracing read.
 
     `ts` is in microseconds since `baseTimeNanoseconds`. An arrow leads from each barrier to the
     execution of its step.
