@@ -1,1 +1,4 @@
-"""Recordings in, executables out. Reading order: programs."""
+"""Compile: turns recordings into executables, and builds libraries in the background.
+
+Reading order: programs, key, lower (with scalars and fused), worker, builder, cache.
+"""

@@ -1,8 +1,9 @@
-"""Building libraries in the background: a queue, a thread that serves it, a process that compiles.
+"""Builds libraries in the background: a queue of requests, a thread that serves it, a process that compiles.
 
-The thread looks a program up on disk, and has it built if it is not there. The process starts on first
-need and stays warm. If it crashes it is started again, a few times; at exit it is killed, since
-nothing that it has not delivered is worth waiting for.
+A request brings a program; its `deliver` callback gets a library or a `BuildError`. The thread looks for the
+program's library on disk, and if there is none, sends the program to the builder process. The process starts
+at the first build and stays alive. If it crashes, it is started again, a few times. At exit it is killed,
+because no build is worth waiting for then.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .key import NoCompilerError, environment, inductor_options, library_key
 COMMAND = (sys.executable, "-m", "lazystep.compile.worker")
 _MAX_CRASHES = 3
 _POLL_SECONDS = 0.2
-# Failures of the machine or its tools, which the user can do something about; other reasons are
-# properties of the program, and `debug.explain` tells them.
+# Failures of the machine or its tools, about which the user can do something, so they are noticed. Other
+# reasons are properties of the program; `debug.explain` shows them.
 _UNEXPECTED = ("compiler", "crash", "timeout", "system", "internal")
 
 
@@ -50,7 +51,7 @@ class BuildError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A program to be built for these fixed scalars and threads. `deliver` is called on the build thread."""
+    """A program to build, for these fixed scalars and threads. `deliver` is called on the build thread."""
 
     program: Program
     fixed: Mapping[int, Any]
@@ -59,12 +60,12 @@ class Request:
 
 
 class Builder:
-    """Takes requests from any thread. One per process."""
+    """Serves build requests from any thread. There is one builder per process."""
 
     def __init__(
         self, while_building: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     ) -> None:
-        """`while_building`: entered on the build thread for the time of each build."""
+        """`while_building`: a context that the build thread enters for the time of each build."""
         self._while_building = while_building
         self._condition = threading.Condition()
         self._queue: collections.deque[Request] = collections.deque()
@@ -93,22 +94,22 @@ class Builder:
             self._condition.notify_all()
 
     def wait_idle(self, timeout: float) -> bool:
-        """Block until every requested build has ended; False if that takes longer than `timeout`."""
+        """Block until every requested build has ended; False if this takes longer than `timeout` seconds."""
         with self._condition:
             return self._condition.wait_for(self._is_idle, timeout)
 
     @property
     def num_pending(self) -> int:
-        """Builds that are queued or running."""
+        """The number of builds that are queued or running."""
         return len(self._queue) + (self._current is not None)
 
     def find(self, program: Program, fixed: Mapping[int, Any], num_threads: int) -> Library | None:
-        """The library of a program if it is on disk. Reads the disk, builds nothing, raises nothing."""
+        """The library of a program if it is on disk, else None. Reads the disk; builds nothing."""
         try:
             cache = self._open_cache()
             library = self._look_up(cache, library_key(to_json(program), fixed, num_threads))
         except (NoCompilerError, NotPlainError, CacheError, OSError, subprocess.SubprocessError):
-            return None  # a build, if it comes to one, will say so
+            return None  # a later build reports the reason
         metrics.count("disk_hits" if library is not None else "disk_misses")
         return library
 
@@ -118,7 +119,7 @@ class Builder:
             self._cache.mark_checked(library.key)
 
     def close(self) -> None:
-        """Stop building at once: kills the process and its compilers, drops what is queued."""
+        """Stop building at once: kill the process and its compilers, and drop queued requests."""
         with self._condition:
             self._closed = True
             self._queue.clear()
@@ -159,7 +160,7 @@ class Builder:
                 request.deliver(result)
             with self._condition:
                 self._current = None
-                if result is None:  # another process is building it: ask again later
+                if result is None:  # another process is building the library: look again later
                     self._queue.append(request)
                 self._condition.notify_all()
                 if result is None:
@@ -167,7 +168,7 @@ class Builder:
             del request, result
 
     def _serve(self, request: Request) -> Library | None:
-        """The library, found or built. None if another process builds it just now."""
+        """The library, found on disk or built. None if another process is building it now."""
         try:
             text = to_json(request.program)
             key = library_key(text, request.fixed, request.num_threads)
@@ -183,7 +184,7 @@ class Builder:
                     return None
                 return self._look_up(cache, key) or self._build(cache, request, text, key)
         except CacheError as error:
-            # It was there a moment ago: read-only, full or deleted since. Go on without it.
+            # The directory has become read-only, full or deleted since it was opened. Go on without it.
             self._use_own_directory(str(error))
             cache = self._open_cache()
             return self._build(cache, request, text, key)
@@ -204,7 +205,7 @@ class Builder:
             raise BuildError("cache", why)
         notice("cache", f"{why}. Libraries of this process are kept in a temporary directory")
         metrics.count("cache_unusable")
-        self._kill()  # its own files are in there too
+        self._kill()  # the process keeps its own files in the unusable directory
         try:
             self._own_directory = Path(tempfile.mkdtemp(prefix="lazystep-"))
         except OSError as error:
@@ -228,8 +229,7 @@ class Builder:
                 answer = self._ask(cache, request, text, directory)
             if "error" in answer:
                 if answer["kind"] in ("compiler", "system"):
-                    # What it has found out about the compiler goes with it: Inductor asks once in the life of
-                    # a process.
+                    # Inductor examines the compiler once per process. A new process examines it again.
                     self._kill()
                 raise BuildError(answer["kind"], _with_line(answer, request.program))
             manifest = {
@@ -286,9 +286,9 @@ class Builder:
         if self._num_crashes >= _MAX_CRASHES:
             raise BuildError("crash", f"the builder process has died {self._num_crashes} times")
         environ = dict(os.environ)
-        # Its own: entries of other programs that use Inductor must not get in, nor ours out.
+        # A separate cache: entries of other users of Inductor must not get in, and ours must not get out.
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.root / "inductor")
-        # The package may stand outside of the path that a new interpreter has.
+        # A new interpreter may not have the package on its path.
         package_root = str(Path(__file__).parents[2])
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environ.get("PYTHONPATH")]))
         environ["OMP_NUM_THREADS"] = "1"
@@ -304,7 +304,7 @@ class Builder:
         except OSError as error:
             raise BuildError("system", f"the builder process can't be started: {error}") from error
         metrics.count("builder_starts")
-        if self._closed:  # closed while it was starting
+        if self._closed:  # closed while the process was starting
             self._kill()
         return self._process
 
@@ -339,12 +339,12 @@ class Builder:
         process.wait(5)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # a request that it never read
+                with contextlib.suppress(OSError):  # the process never read a request
                     pipe.close()
 
 
 def _with_line(answer: Mapping[str, Any], program: Program) -> str:
-    """What the builder says of a program that it can't build, with the user's line where it knows the op."""
+    """The builder's error for a program, with the user's line if the builder named the instruction."""
     position = answer.get("position")
     where = "" if position is None else f" (recorded at {program.instructions[position].where})"
     return f"{answer['error']}{where}"

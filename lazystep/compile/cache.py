@@ -1,10 +1,12 @@
 """Libraries on disk, in the user's cache directory: built once, loaded by every later process.
 
-An entry is a directory named by its key, with the library, the proxy executor's node list where there
-is one, and a manifest. It is written under a temporary name, synced and renamed, so that a process
-that is killed at any moment leaves either the whole entry or none. Whoever can write here can run code
-as the user: a directory that belongs to somebody else, is a symlink, or is writable by others is not
-used. A digest of every file is compared before an entry is loaded.
+An entry is a directory named by its key. It holds the library, a manifest and, if needed, the node list of
+the proxy executor. An entry is written under a temporary name, synced and renamed, so a process that is
+killed at any moment leaves either the whole entry or none.
+
+A process that can write to this directory can run code as the user. So a directory is not used if it belongs
+to another user, is a symlink, or is writable by others. The digest of every file is compared before an entry
+is loaded.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from ..config import settings
 
 LIBRARY, PROXY_NODES = "step.so", "step.json"
 _MANIFEST = "manifest.json"
-_CHECKED = "checked"  # an empty file: a first run has been compared with the reference
+_CHECKED = "checked"  # an empty file: the library's first run agreed with the reference
 _STALE_SECONDS = 24 * 3600.0
 
 
 class CacheError(Exception):
-    """The cache directory can't be used, or an entry is not what it says it is."""
+    """The cache directory can't be used, or an entry is damaged."""
 
 
 class Library(NamedTuple):
-    """A library that can be loaded."""
+    """A library on disk that can be loaded."""
 
     path: Path
     key: str
@@ -46,7 +48,7 @@ class Library(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry as `lazystep cache` lists it."""
+    """A cache entry, as `lazystep cache` lists it."""
 
     key: str
     nbytes: int
@@ -55,12 +57,12 @@ class Entry(NamedTuple):
 
 
 def cache_directory() -> Path:
-    """Where libraries are kept: the setting `cache_dir`, or the user's cache directory."""
+    """The directory of libraries: the setting `cache_dir`, or the user's cache directory."""
     return Path(settings.cache_dir or platformdirs.user_cache_dir("lazystep")).absolute()
 
 
 class LibraryCache:
-    """The libraries in one directory. Every method may be called from any thread and process."""
+    """The libraries in one directory. Any thread and any process may call every method."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -69,7 +71,7 @@ class LibraryCache:
 
     @classmethod
     def open(cls, root: Path) -> LibraryCache:
-        """The cache in `root`, made if it is not there. Raises `CacheError` if it must not be used."""
+        """Open the cache in `root`, or make it. Raises `CacheError` if the directory must not be used."""
         cache = cls(root)
         try:
             for directory in (root, cache._entries, cache._temporary):
@@ -81,14 +83,14 @@ class LibraryCache:
         return cache
 
     def find(self, key: str) -> Library | None:
-        """The library of `key`, verified; None if there is none. Raises `CacheError` if it is damaged."""
+        """The verified library of `key`, or None. Raises `CacheError` if the entry is damaged."""
         entry = self._entries / key
         if not entry.exists():
             return None
         try:
             manifest = self._verify(entry)
             with contextlib.suppress(OSError):
-                os.utime(entry)  # when it was used last, for eviction
+                os.utime(entry)  # the time of last use, for eviction
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CacheError(f"the cache entry {key} is damaged ({error})") from error
         is_checked = (entry / _CHECKED).exists()
@@ -102,7 +104,7 @@ class LibraryCache:
             raise CacheError(f"the cache directory {self.root} can't be written: {error}") from error
 
     def publish(self, key: str, built: Path, manifest: Mapping[str, Any]) -> Library:
-        """Make what lies in `built` the entry of `key`, in one piece, and evict what is too much."""
+        """Make the files in `built` the entry `key`, atomically, and evict entries over the size limit."""
         try:
             names = [name for name in (LIBRARY, PROXY_NODES) if (built / name).exists()]
             keep = self.temporary_directory()
@@ -115,7 +117,7 @@ class LibraryCache:
             _sync(keep / _MANIFEST)
             _sync(keep)
             self.remove(key)
-            with contextlib.suppress(FileExistsError):  # another process was faster: as good
+            with contextlib.suppress(FileExistsError):  # another process was faster, with an equal entry
                 os.replace(keep, self._entries / key)
             _sync(self._entries)
         except OSError as error:
@@ -127,12 +129,12 @@ class LibraryCache:
         return library
 
     def mark_checked(self, key: str) -> None:
-        """Remember that the library agreed with the reference executable on this machine."""
+        """Note on disk that the library agreed with the reference executable on this machine."""
         with contextlib.suppress(OSError):
             (self._entries / key / _CHECKED).touch()
 
     def remove(self, key: str) -> None:
-        """Remove an entry, in one piece: it is renamed away first."""
+        """Remove an entry atomically: it is renamed first, then deleted."""
         entry = self._entries / key
         if entry.is_dir() and not entry.is_symlink():
             trash = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._temporary))
@@ -141,7 +143,7 @@ class LibraryCache:
             shutil.rmtree(trash, ignore_errors=True)
 
     def evict(self, limit: int, keep: str = "") -> list[str]:
-        """Remove the least recently used entries until `limit` bytes are left; the keys removed."""
+        """Remove the least recently used entries until at most `limit` bytes are left. Returns their keys."""
         entries = sorted(self.entries(), key=lambda entry: entry.last_used)
         total = sum(entry.nbytes for entry in entries)
         removed = []
@@ -155,7 +157,7 @@ class LibraryCache:
         return removed
 
     def entries(self) -> list[Entry]:
-        """All entries, damaged ones too (with an empty manifest)."""
+        """All entries. A damaged entry has an empty manifest."""
         found = []
         for path in sorted(self._entries.iterdir()) if self._entries.is_dir() else ():
             try:
@@ -169,8 +171,8 @@ class LibraryCache:
 
     @contextlib.contextmanager
     def building(self, key: str) -> Iterator[bool]:
-        """Hold the right to build `key`; False if another process has it. Ends with the process."""
-        # An operating system's lock, not the file's existence: no lock outlives its holder.
+        """Hold the right to build `key`; yields False if another process holds it."""
+        # The operating system's lock, not the file's existence: no lock outlives its process.
         lock = filelock.FileLock(self._temporary / f"{key}.lock", mode=0o600)
         try:
             lock.acquire(timeout=0)
@@ -197,7 +199,7 @@ class LibraryCache:
         return manifest
 
     def verify(self, key: str) -> str:
-        """What is wrong with an entry; empty if nothing is."""
+        """The fault of an entry, as text; empty if there is none."""
         try:
             self._verify(self._entries / key)
         except (CacheError, OSError, ValueError, KeyError, TypeError) as error:
@@ -205,7 +207,7 @@ class LibraryCache:
         return ""
 
     def _remove_stale(self) -> None:
-        """What a killed process left behind."""
+        """Remove temporary directories that a killed process has left behind."""
         for path in self._temporary.iterdir():
             pid = path.name.partition("-")[0]
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""torch's fused optimizer ops, taken apart: Inductor fuses the parts with what stands around them.
+"""torch's fused optimizer ops, decomposed into plain ops that Inductor can fuse with the surrounding ones.
 
-Inductor calls the fused kernels as they are, where it knows them at all, and then with the learning rate as a
-constant: every step of a schedule would need a library of its own. The formulas are those of the CPU
-kernels; a learning rate is an input of the library, other hyperparameters are part of it.
+Inductor does not know all fused kernels. It calls those that it knows with the learning rate as a constant,
+so each new learning rate of a schedule would need another library. Here the learning rate is an input of the
+library, and the other hyperparameters are constants in it. The formulas are those of torch's CPU kernels.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Tensors = Sequence[Tensor]
 
 
 def adam(**options: Any) -> list[Tensor]:
-    """`_fused_adam_`: decay is part of the gradient."""
+    """`_fused_adam_`: weight decay is added to the gradient."""
     return _adam(decoupled=False, **options)
 
 
 def adamw(**options: Any) -> list[Tensor]:
-    """`_fused_adamw_`: decay is by itself."""
+    """`_fused_adamw_`: weight decay is applied to the parameter."""
     return _adam(decoupled=True, **options)
 
 
@@ -123,7 +123,7 @@ def adagrad(
     return []
 
 
-# By the name of the op without its trailing underscore.
+# Decompositions by the name of the op, without its trailing underscore.
 FUSED: dict[str, Callable[..., list[Tensor]]] = {
     "_fused_adam": adam,
     "_fused_adamw": adamw,
@@ -133,7 +133,7 @@ FUSED: dict[str, Callable[..., list[Tensor]]] = {
 
 
 def _rate(lr: Number, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
-    """The learning rate in double, as the kernels compute with it."""
+    """The learning rate in double precision, which the kernels use too."""
     if grad_scale is not None or found_inf is not None:
         raise NotImplementedError("a fused optimizer step with a GradScaler")
     if type(lr) is FreeScalar:

@@ -1,7 +1,7 @@
-"""The name of a library on disk: a digest of everything that decides what is in it.
+"""The key of a library on disk: a digest of everything that determines the library's code.
 
-The program's text, the scalars that are fixed in it, the number of threads that its loops were cut
-for, and the tools that made it: torch, the compiler, the processor's features, Inductor's options.
+That is the program's text, the values of its fixed scalars, the number of threads, and the tools: torch, the
+compiler, the processor's features and Inductor's options.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-# Changes whenever the same key would stand for another library.
+# Must change when lazystep makes another library for the same program.
 FORMAT = 3
 
 
@@ -27,13 +27,15 @@ class NoCompilerError(Exception):
 
 
 def inductor_options(num_threads: int) -> dict[str, Any]:
-    """What Inductor is told for every build.
+    """Inductor's options for every build.
 
-    `dynamic_threads`: a library built for a fixed count crashes when it runs on more threads; one that
-    asks at run time cost nothing measurable on the benchmark models. `layout_optimization` rewrites
-    convolutions to channels last, which lost on the benchmark's conv net. Line tables, which nobody looks at,
-    take an eighth of the compiler's time. `vec_isa_ok`: the processor's vectors are taken as it states them,
-    without a trial build of six seconds, whose failure for any other reason leaves a process without vectors.
+    - `dynamic_threads`: a library built for a fixed number of threads crashes on more threads. Reading the
+      number at run time cost nothing measurable on the benchmark models.
+    - `layout_optimization` rewrites convolutions to channels last, which was slower on the benchmark's conv
+      net.
+    - `enable_line_tables`: nobody reads the line tables, and they take an eighth of the compiler's time.
+    - `vec_isa_ok`: trust the processor's own list of vector instructions. Otherwise Inductor makes a test
+      build of six seconds, and if it fails for any reason, the process builds without vector instructions.
     """
     return {
         "cpp.threads": num_threads,
@@ -62,7 +64,7 @@ def find_compiler() -> str:
 
 @functools.cache
 def environment() -> Mapping[str, str]:
-    """The tools that a library depends on. Runs the compiler once, to ask for its version."""
+    """The tools that a library depends on. The first call runs the compiler, to read its version."""
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False)
     return {
@@ -76,7 +78,7 @@ def environment() -> Mapping[str, str]:
 
 
 def library_key(text: str, fixed: Mapping[int, Any], num_threads: int) -> str:
-    """The digest that names the library of the program with this text."""
+    """The key of the library for the program with this text."""
     described = {
         "environment": environment(),
         "options": inductor_options(num_threads),
@@ -87,7 +89,7 @@ def library_key(text: str, fixed: Mapping[int, Any], num_threads: int) -> str:
 
 
 def _cpu_flags() -> str:
-    # The compiler is told -march=native: a library fits processors with the same features alone.
+    # Code is compiled with -march=native, so a library only fits processors with the same features.
     try:
         with open("/proc/cpuinfo") as file:
             return next((line for line in file if line.startswith(("flags", "Features"))), "")

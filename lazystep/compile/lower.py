@@ -1,9 +1,9 @@
-"""A program as an FX graph that Inductor compiles: the same instructions, without mutation.
+"""Lowering: turns a program into an FX graph without mutation, which Inductor compiles.
 
-The instructions are run once on fake tensors, in order, with eager's aliasing, under torch's
-functionalization: it turns in-place ops into plain ones and writes each mutated input back once, at
-the end, where Inductor updates the buffer in place. Inputs, outputs and scalars are laid out by the
-program's `Signature`.
+The instructions run once, in order, on fake tensors with eager's aliasing, under torch's functionalization.
+Functionalization replaces in-place ops by plain ops, and writes each mutated input back once, at the end;
+Inductor then updates the buffer in place. The program's `Signature` gives the order of inputs, outputs and
+scalars.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..program.types import TensorType
 from .fused import FUSED
 from .scalars import FreeScalar, base_name, bind, call_with_scalars, expand_foreach, run_plain
 
-# Aliases that would cost a copy after functionalization.
+# Ops that return their argument: each would cost a copy after functionalization.
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class LoweringError(Exception):
-    """An instruction can't be lowered: its position in the program; the cause is torch's error."""
+    """An instruction can't be lowered. `position` is its index in the program; the cause is torch's error."""
 
     def __init__(self, op: str, position: int, error: Exception) -> None:
         super().__init__(f"{op}: {type(error).__name__}: {error}")
@@ -36,7 +36,7 @@ class LoweringError(Exception):
 def lower(
     program: Program, signature: Signature, fixed: Mapping[int, Any]
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
-    """The graph of the program and fake example inputs for it."""
+    """The graph of the program, and fake example inputs for it."""
 
     def step(*flat: torch.Tensor) -> list[torch.Tensor]:
         return _Interpreter(program, signature, fixed, flat).run()
@@ -59,7 +59,7 @@ def _example(type_: TensorType) -> torch.Tensor:
 
 
 class _Interpreter:
-    """Runs the instructions on (functional, fake) tensors."""
+    """Runs the instructions on functional fake tensors."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _Interpreter:
         for value in program.inputs:
             type_, storage = program.values[value]
             if storage not in memory:
-                continue  # nothing uses it
+                continue  # no instruction uses this input
             tensor, is_flat = memory[storage]
             if is_flat:
                 tensor = tensor.as_strided(type_.shape, type_.stride, type_.offset)
@@ -90,7 +90,7 @@ class _Interpreter:
                 self._scalars |= {slot: FreeScalar(vector[n], kind) for n, slot in enumerate(slots)}
 
     def run(self) -> list[torch.Tensor]:
-        """Run every instruction; the values that the signature returns."""
+        """Run every instruction, and return the tensors that the signature returns."""
         for position, instruction in enumerate(self._program.instructions):
             try:
                 self._run_instruction(instruction)
@@ -145,7 +145,7 @@ class _Interpreter:
         return [self._fill(a) for a in arg] if type(arg) is tuple else arg
 
 
-# In-place ops that only look at the same memory in another shape: the argument becomes a view of itself.
+# In-place ops that only change the argument's shape or strides: the argument becomes a view of itself.
 _VIEW_FORMS = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
 
 
@@ -157,7 +157,10 @@ def _view_form(op: str) -> Callable[..., Any]:
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any) -> Any:
-    """The op writes the running statistics without saying so in its schema: call those that say it."""
+    """Batch norm through ops whose schema declares that they write the running statistics.
+
+    The schema of the recorded op does not declare this write.
+    """
     if mean is None:
         return torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, *rest)
     return torch.ops.aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, *rest)
@@ -168,7 +171,7 @@ def _has_free(arg: Any) -> bool:
 
 
 def _with_strides(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
-    """A new tensor in the layout that was recorded: what a later `view` or an output relies on."""
+    """The tensor in the recorded layout, copied if necessary: a later `view` or an output relies on it."""
     strides = zip(declared.shape, tensor.stride(), declared.stride, strict=True)
     if all(n == 1 or s == t for n, s, t in strides) or tensor.numel() == 0:
         return tensor

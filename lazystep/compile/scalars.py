@@ -1,13 +1,14 @@
-"""Python numbers as inputs of a native library, so that a schedule never makes a new one.
+"""Python numbers as inputs of a native library, so that a schedule never needs a new library.
 
-A number that an op takes where a tensor could stand is easy: it becomes an element of a vector.
-Numbers proper (`alpha`, `value`, `weight`, bounds, fill values) have no place for a tensor; for the
-ops that schedules go through, the rules below compute the same from tensors. Every other number,
-an `eps`, an exponent, is fixed: its value is part of the library, and another value runs on the
-reference executable. An exponent is fixed on purpose: `x ** 2` is a multiplication, `x ** s` is not.
+- Where an op also accepts a tensor, the number becomes an element of an input vector.
+- Some arguments must be numbers (`alpha`, `value`, `weight`, bounds, fill values). For the ops that schedules
+  use, the rules below compute the same result from tensors.
+- Every other number, such as an `eps` or an exponent, is fixed: its value is part of the library, and a step
+  with another value runs on the reference executable. An exponent is fixed on purpose: `x ** 2` is a
+  multiplication, `x ** s` is not.
 
-Data types stay eager's. A number does not take part in type promotion as a tensor does, so it is cast
-to the type in which eager computes, and results to the type that was recorded.
+Data types are the same as in eager. A number does not take part in type promotion as a tensor does. So a
+number is cast to the type in which eager computes, and a result is cast to the recorded type.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..program.program import Arg, Instruction, Program, resolve_op, slots_of
 
 aten = torch.ops.aten
 
-# For each op the numbers that a rule can take as tensors. In-place, foreach and `.out` forms
-# are found under the plain name.
+# For each op, the number arguments that a rule can take as tensors. In-place, foreach and `.out` forms are
+# listed under the plain name.
 _FREE: dict[str, frozenset[str]] = {
     "add": frozenset({"other", "alpha"}),
     "sub": frozenset({"other", "alpha"}),
@@ -45,7 +46,7 @@ _FREE: dict[str, frozenset[str]] = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), frozenset({"other"})),
 }
 _FUSED_FREE = frozenset({"lr"})
-# What the scalar of a foreach op is called in the plain op.
+# The name, in the plain op, of the scalar of a foreach op.
 _FOREACH_NAMES = {
     **dict.fromkeys(("add", "sub", "mul", "div"), "other"),
     **dict.fromkeys(("addcmul", "addcdiv"), "value"),
@@ -70,12 +71,12 @@ def fixed_slots(program: Program) -> frozenset[int]:
 
 
 def _free_names(name: str) -> frozenset[str]:
-    # Fused optimizers are taken apart (`fused`), and of their numbers a schedule changes one.
+    # The module `fused` decomposes fused optimizers; a schedule changes only their learning rate.
     return _FUSED_FREE if name.startswith("_fused_") else _FREE.get(name, frozenset())
 
 
 def call_with_scalars(instruction: Instruction, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """Call the op with 0-d tensors in the place of its free scalars. `out`: the recorded dtype."""
+    """Call the op with 0-d tensors in place of its free scalars. `out`: the recorded dtype."""
     name = base_name(instruction.op)
     bound = bind(instruction.op, args, kwargs)
     in_place = resolve_op(instruction.op)._schema.is_mutable  # type: ignore[attr-defined]
@@ -96,7 +97,7 @@ def call_with_scalars(instruction: Instruction, args: Sequence[Any], kwargs: dic
 
 
 def expand_foreach(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[dict[str, Any]] | None:
-    """The bound arguments of the plain op for each element of a foreach op; None if it is not known."""
+    """The plain op's arguments for each element of a foreach op; None if there is no rule for the op."""
     name = base_name(op)
     if not is_foreach(op) or name not in _FOREACH_NAMES:
         return None
@@ -117,7 +118,7 @@ def expand_foreach(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iter
 
 
 def run_plain(name: str, bound: dict[str, Any], in_place: bool, dtype: torch.dtype) -> torch.Tensor:
-    """One element of a foreach op, through the rule of the plain op."""
+    """Compute one element of a foreach op, with the rule of the plain op."""
     result: torch.Tensor = _in_opmath(_RULES[name], bound, dtype)
     if in_place:
         bound["self"].copy_(result)
@@ -126,13 +127,13 @@ def run_plain(name: str, bound: dict[str, Any], in_place: bool, dtype: torch.dty
 
 
 def is_foreach(op: str) -> bool:
-    """Whether an op works on lists of tensors: `aten._foreach_add_.Scalar`."""
+    """Whether an op works on lists of tensors, such as `aten._foreach_add_.Scalar`."""
     return op.startswith("aten._foreach_")
 
 
 @functools.cache
 def base_name(op: str) -> str:
-    """`add` of `aten.add_.Tensor` and of `aten._foreach_add_.List`."""
+    """The plain name of an op: `add` for `aten.add_.Tensor` and for `aten._foreach_add_.List`."""
     packet = op.split(".")[1].removeprefix("_foreach_")
     return packet[:-1] if packet.endswith("_") and not packet.endswith("__") else packet
 
@@ -167,7 +168,7 @@ def _addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = None) -> Any:
 
 
 def _lerp(self: Any, end: Any, weight: Any) -> Any:
-    # Eager's formula, which is exact at both ends, chosen by the number alone: no blend per element.
+    # Eager's formula, which is exact at both ends. The number alone selects the branch, not each element.
     small = weight.abs() < 0.5
     base = torch.where(small, self, end)
     return base + torch.where(small, weight, weight - 1) * (end - self)
@@ -242,7 +243,7 @@ def _as_tensor(bound: Any, like: torch.Tensor) -> Any:
 
 
 class FreeScalar:
-    """A free scalar before it is cast: a 0-d float64 or int64 tensor that stands for a Python number."""
+    """A free scalar before its cast: a 0-d float64 or int64 tensor in place of a Python number."""
 
     __slots__ = ("kind", "tensor")
 
@@ -252,11 +253,11 @@ class FreeScalar:
 
 
 def _in_opmath(call: Callable[..., Any], bound: dict[str, Any], out: torch.dtype) -> Any:
-    """Call with every free scalar cast to eager's compute type, and the result cast to `out`."""
+    """Call the rule with free scalars cast to eager's compute type, and cast the result to `out`."""
     tensors = [arg for arg in bound.values() if isinstance(arg, torch.Tensor)]
     kinds = [arg.kind for arg in bound.values() if type(arg) is FreeScalar]
     compute = out
-    # A mask chooses, it is not computed with.
+    # A boolean mask only selects elements, so it does not take part in type promotion.
     operands = [t for t in tensors if t.dtype is not torch.bool] or tensors
     if operands and (out is torch.bool or any(t.dtype != out for t in operands)):
         compute = functools.reduce(
@@ -281,7 +282,7 @@ _ONE: dict[type, Any] = {float: 1.0, int: 1}
 
 
 def bind(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
+    """The arguments of a call, by name."""
     names = [argument.name for argument in resolve_op(op)._schema.arguments]  # type: ignore[attr-defined]
     return dict(zip(names, args, strict=False)) | kwargs
 
@@ -299,7 +300,7 @@ def _plain_overload(op: str) -> Any:
 
 
 def _named_arguments(instruction: Instruction) -> Iterator[tuple[str, Arg, bool]]:
-    """Name, argument, and whether a tensor may stand there."""
+    """Each argument with its name, and whether the op accepts a tensor in its place."""
     arguments = resolve_op(instruction.op)._schema.arguments  # type: ignore[attr-defined]
     by_name = {argument.name: argument for argument in arguments}
     named = [*zip((a.name for a in arguments), instruction.args, strict=False), *instruction.kwargs]

@@ -1,11 +1,11 @@
-"""The builder process: reads programs from standard input, builds libraries, answers in one line each.
+"""The builder process: reads requests from standard input, builds libraries, writes one answer per line.
 
     python -m lazystep.compile.worker
 
 A request is a line of JSON: the program's text, its fixed scalars, the number of threads, Inductor's
-options and a directory. The answer says what was built or why not. The process has the lowest
-priority, runs one compiler at a time, and ends with its parent: by the signal that the kernel sends
-when a parent dies, or when standard input ends; it takes its compilers with it.
+options and a directory. The answer says what was built, or why the build failed. The process has the lowest
+priority and runs one compiler at a time. It ends with its parent: when the kernel signals the parent's death,
+or when standard input ends. It kills its compilers then.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve requests until the parent goes away."""
+    """Serve requests until the parent process ends."""
     _end_with_parent()
     os.nice(19)
-    # What compilers and torch print must not get between the answers.
+    # Standard output is for answers only: output of compilers and torch goes to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     requests: queue.Queue[str] = queue.Queue()
@@ -45,7 +45,7 @@ def main() -> None:
             traceback.print_exc()
             text = str(error).strip() or type(error).__name__
             answer = {"error": text[:4000], "kind": _kind_of(error)}
-            # The user's lines stayed with the parent: it names the one of this instruction.
+            # Only the parent has the user's lines: it finds the line of the instruction at this position.
             answer["position"] = getattr(error, "position", None)
         answer["seconds"] = time.perf_counter() - start
         answer["id"] = request["id"]
@@ -84,9 +84,10 @@ def _number(text: str) -> Any:
 
 
 def _proxy_ops(directory: Path) -> list[str]:
-    """Ops without a C entry, which the library runs through torch's dispatcher.
+    """The ops without a C interface, which the library runs through torch's dispatcher.
 
-    Their list has to lie beside the library, under its name; without it the library loads and then fails.
+    Their list must be beside the library, under the library's name. Without the list, the library loads and
+    then fails.
     """
     found = list(directory.glob("*.wrapper.json"))
     if not found:
@@ -96,7 +97,7 @@ def _proxy_ops(directory: Path) -> list[str]:
 
 
 def _kind_of(error: BaseException) -> str:
-    """`lowering`: this program can't be built; `compiler`: the tools failed; `system`: the machine did."""
+    """`lowering`: this program can't be built; `compiler`: the tools failed; `system`: the machine failed."""
     if type(error).__name__ == "LoweringError":
         return "lowering"
     if isinstance(error, (OSError, MemoryError)) or "No space left" in str(error):
@@ -118,7 +119,7 @@ def _end_with_parent() -> None:
 
 
 def _end() -> None:
-    # The process leads a group of its own: compilers that are running go with it.
+    # This process leads its own process group, so this also kills running compilers.
     os.killpg(0, signal.SIGKILL)
 
 
