@@ -1,1 +1,4 @@
-"""What a step is: pure data. Reading order: types, program, verify, prune, printer."""
+"""Programs: a step as pure data.
+
+Reading order: types, program, verify, prune, printer, difference, serialize, signature.
+"""

@@ -1,4 +1,4 @@
-"""Why two programs are two: the first difference between them, in words, with the user's line."""
+"""The first difference between two programs, as text, with the user's line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .program import Arg, Instruction, Program, Ref, ScalarRef
 
 
 def first_difference(old: Program, new: Program) -> str:
-    """What is different in `new`, at the first instruction where it is. Empty if nothing is."""
+    """Describe the first difference between `old` and `new`. Empty if there is none."""
     pairs = itertools.zip_longest(old.instructions, new.instructions)
     for position, (before, now) in enumerate(pairs):
         if now is None:
@@ -26,12 +26,12 @@ def first_difference(old: Program, new: Program) -> str:
 
 
 def nearest(program: Program, others: Sequence[Program]) -> Program | None:
-    """The program that has the longest beginning in common with `program`."""
+    """The program in `others` that has the most leading instructions in common with `program`."""
     return max(others, key=lambda other: _common_length(other, program), default=None)
 
 
 def _common_length(old: Program, new: Program) -> tuple[int, int]:
-    """Instructions in common from the start; among equals the program of the nearest size."""
+    """A rank for `nearest`: the number of leading instructions in common, then the nearness in size."""
     size = -abs(len(old.instructions) - len(new.instructions))
     for position, (before, now) in enumerate(zip(old.instructions, new.instructions, strict=False)):
         if _instruction_difference(old, new, before, now):

@@ -9,7 +9,7 @@ from .program import Arg, Instruction, Program, Ref, ScalarRef
 
 
 def to_text(program: Program) -> str:
-    """The program as Python-like text: types, views, writes and the user's line in comments."""
+    """The program as Python-like text, with types, views, writes and the user's lines in comments."""
     lines = [f"def step({len(program.inputs)} inputs, {len(program.scalars)} scalars):"]
     rows: list[tuple[str, str, str]] = []
     for value in program.inputs:
@@ -41,7 +41,7 @@ def to_dot(program: Program) -> str:
         rows.append(f'  {node} [label="{label}"];')
         for value in dict.fromkeys(instruction.reads()):
             rows.append(f'  {maker[value]} -> {node} [label="%{value}"];')
-        # A later reader of a written value depends on the write, not on the value's first maker.
+        # A later reader of a written value depends on the write, not on the instruction that made it.
         for value in (*instruction.defines(), *instruction.writes):
             maker[value] = node
     for value in program.outputs:

@@ -1,11 +1,11 @@
-"""What a step is: instructions over values. Pure data, no tensors, no handles.
+"""A program: the instructions of a step, over values. Pure data, without tensors or handles.
 
-Received from `record`, which assembles a `Program` from a recording; handed to `compile` and
-`execute`. A program says which op runs on which values, which storage each value lives in, which
-values are inputs and which are wanted afterwards. Ops are recorded as they came, views and in-place
-ops included, so running the instructions in order on real tensors has eager's semantics.
+`record` assembles a `Program` from a recording; `compile` and `execute` receive it. A program says which op
+runs on which values, in which storage each value lives, which values are inputs, and which are outputs. Ops
+are kept as they were recorded, including views and in-place ops, so running the instructions in order on real
+tensors has eager's semantics.
 
-Invariants are checked by `verify.verify`.
+`verify.verify` checks the invariants.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ref(NamedTuple):
 
 
 class ScalarRef(NamedTuple):
-    """An argument that is a Python number handed in at each run, so that it never makes a new program."""
+    """An argument that is a Python number. Each run passes its value, so a new value needs no new program."""
 
     slot: int
 
@@ -37,7 +37,7 @@ Arg = Any
 
 
 class Value(NamedTuple):
-    """A tensor of the program: its type and the storage that it is a view of."""
+    """A tensor of the program: its type, and the storage that it is a view of."""
 
     type: TensorType
     storage: int
@@ -51,7 +51,7 @@ class Storage(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A line of the user's code, resolved only when somebody looks."""
+    """A line of the user's code. The line number is computed only when it is printed."""
 
     code: Any  # types.CodeType: kept instead of a frame, which would keep the user's locals alive
     lasti: int
@@ -70,12 +70,13 @@ def _resolve(code: Any, lasti: int) -> str:
 
 
 class Instruction(NamedTuple):
-    """One op.
+    """A call of one op.
 
-    `results` names the value of each tensor that the op returns, in flattened order; None where
-    a returned tensor is undefined, and the argument's own value where the op returns an argument.
-    `rebinds` maps an argument to the value it becomes when the op changes its metadata (`t_`,
-    `resize_`, an `out=` of another size): the op then runs on an alias of the argument.
+    `results` has the value of each tensor that the op returns, in flattened order. It is None for an
+    undefined tensor, and the argument's own value if the op returns an argument. `writes` are the values
+    whose memory the op writes. `rebinds` is for an op that changes an argument's metadata (`t_`, `resize_`,
+    an `out=` of another size): it maps the argument to the value that the argument becomes. The op then runs
+    on an alias of the argument.
     """
 
     op: str
@@ -87,7 +88,7 @@ class Instruction(NamedTuple):
     source: Source | None
 
     def reads(self) -> Iterator[int]:
-        """The values among the arguments, in order, repeated where they repeat."""
+        """The values among the arguments, in order, including repetitions."""
         yield from _refs(self.args)
         yield from _refs(tuple(arg for _, arg in self.kwargs))
 
@@ -140,7 +141,7 @@ def map_args(arg: Arg, change: Callable[[Arg], Arg]) -> Arg:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A step. `str(program)` prints it as Python-like text."""
+    """The program of a step. `str(program)` is Python-like text."""
 
     values: Mapping[int, Value]
     storages: tuple[Storage, ...]
@@ -155,23 +156,23 @@ class Program:
         return to_text(self)
 
     def used_slots(self) -> set[int]:
-        """The scalars that an instruction still takes: pruning leaves slots that nobody reads."""
+        """The scalar slots that instructions use. After pruning, some slots may be unused."""
         return {slot for instruction in self.instructions for slot in instruction.slots()}
 
     def maker_of(self, value: int) -> str:
-        """The instruction that makes a value, for messages."""
+        """The op and line of the instruction that makes a value, for messages."""
         return _label(i for i in self.instructions if value in i.defines())
 
     def user_of(self, value: int) -> str:
-        """The first instruction that takes a value, for messages."""
+        """The op and line of the first instruction that takes a value, for messages."""
         return _label(i for i in self.instructions if value in i.reads())
 
     def user_of_slot(self, slot: int) -> str:
-        """The first instruction that takes a scalar, for messages."""
+        """The op and line of the first instruction that takes a scalar, for messages."""
         return _label(i for i in self.instructions if slot in i.slots())
 
     def storage_writes(self) -> dict[int, int]:
-        """Input storages that are written: storage number to the first instruction that writes it."""
+        """For each input storage that is written, the position of the first instruction that writes it."""
         first: dict[int, int] = {}
         for position, instruction in enumerate(self.instructions):
             for value in instruction.writes:
@@ -187,7 +188,7 @@ def _label(found: Iterator[Instruction]) -> str:
 
 
 def resolve_op(name: str) -> Callable[..., Any]:
-    """The torch op of a name like `aten.add.Tensor`."""
+    """The torch op with this name, such as `aten.add.Tensor`."""
     namespace, packet, overload = name.split(".")
     op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     return op

@@ -1,4 +1,4 @@
-"""Dead instructions: what nobody looks at afterwards is not run."""
+"""Pruning: removes instructions whose results no output and no input storage needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .program import Program
 def prune(program: Program) -> Program:
     """`program` without the instructions that neither an output nor an input storage depends on.
 
-    An instruction stays if it makes a value that is needed, or if it writes into a storage that is
-    an input or that a needed value lives in. Random numbers are drawn while recording, so a dropout
-    that nobody uses has already advanced the stream and may go. Inputs and scalars keep their
-    positions: they are the caller's side of the program.
+    An instruction stays if it makes a needed value, or if it writes an input storage or the storage of a
+    needed value. Random numbers are drawn while recording, so an unused dropout has already advanced the
+    generator and can be removed. Inputs and scalars keep their positions, because callers pass them by
+    position.
     """
     values = program.values
     needed = set(program.outputs)

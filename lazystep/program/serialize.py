@@ -1,8 +1,8 @@
-"""Programs as plain data: lists, dicts, strings and numbers, the same text for the same program.
+"""Programs as JSON: lists, dicts, strings and numbers, the same text for the same program.
 
-The builder process gets its programs this way, and the digest of this text is a program's name on
-disk. Nothing here can run code when it is read, as a pickle could. Source lines stay at home: they
-do not change what a program computes.
+The builder process receives programs as this text, and the key of a library on disk is a digest of it.
+Reading the text can't run code, as reading a pickle could. Source lines are left out, because they do not
+change what a program computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .program import Arg, Instruction, Program, Ref, ScalarRef, Storage, Value
 from .types import TensorType, tensor_type
 
 _SCALARS: Mapping[str, type] = {"float": float, "int": int, "complex": complex}
-# Literals that torch names: written as {kind: name}.
+# Literals that are named constants of torch, written as {kind: name}.
 _NAMED: Mapping[str, type] = {
     "dtype": torch.dtype,
     "layout": torch.layout,
@@ -26,11 +26,11 @@ _NAMED: Mapping[str, type] = {
 
 
 class NotPlainError(ValueError):
-    """A literal of the program has no form as plain data."""
+    """A literal of the program can't be written as plain data."""
 
 
 def to_json(program: Program) -> str:
-    """The program as JSON. Raises `NotPlainError` for a literal that is none of Python's or torch's."""
+    """The program as JSON. Raises `NotPlainError` for a literal of an unknown type."""
     types: dict[TensorType, int] = {}
     values = []
     for number, (type_, storage) in program.values.items():
@@ -144,5 +144,5 @@ def _arg_from_data(data: Any) -> Arg:
 
 
 def _named(name: str) -> Any:
-    """The constant of torch that prints as `name`: `torch.float32`, `torch.strided`."""
+    """The constant of torch that prints as `name`, such as `torch.float32` or `torch.strided`."""
     return getattr(torch, name.removeprefix("torch."))

@@ -1,15 +1,15 @@
-"""How a program is called once it is a native library: which memory goes in, what comes out.
+"""The signature of a native library: the tensors that it takes, and where its outputs are found.
 
-A library gets tensors and knows nothing of storages, so this says for each input storage which
-tensor stands for it, and for each output where it is found afterwards:
+A library takes tensors and knows nothing of storages. So the signature says for each input storage which
+tensor is passed, and for each output where to find it after the run:
 
-- A storage that one dense input covers is handed in as that input. A storage with several views, or
-  with a view that has gaps, goes in once, as a flat tensor, and the views are taken inside: views
-  that overlap are right by construction.
-- Outputs in an input storage are not returned: the library has written the storage, and the output
-  is a view of it. Of the outputs that share a new storage its first value is returned, once.
-- Scalars that may vary travel in two vectors, one of float64 and one of int64. The others are fixed:
-  their values are part of the library.
+- If one dense input covers a storage, this input is passed. A storage with several views, or with a view that
+  has gaps, is passed once, as a flat tensor, and the library takes the views inside. So overlapping views
+  are right by construction.
+- An output in an input storage is not returned: the library has written the storage, and the output is a
+  view of it. If several outputs share a new storage, the first value of that storage is returned, once.
+- Scalars that may vary are passed in two vectors, one of float64 and one of int64. The other scalars are
+  fixed: their values are part of the library.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .types import TensorType, contiguous_stride, tensor_type
 
 
 class NotCallableError(ValueError):
-    """A program whose inputs or outputs a native library can't take. The message says which."""
+    """A native library can't take or return a tensor of the program. The message says which tensor."""
 
 
 class Argument(NamedTuple):
-    """A tensor that is handed in: an input as it is, or the whole storage behind it as a flat tensor."""
+    """A tensor that is passed: an input as it is, or the input's whole storage as a flat tensor."""
 
     position: int  # among the program's inputs
     type: TensorType
@@ -48,7 +48,7 @@ class Where(enum.Enum):
 
 
 class Output(NamedTuple):
-    """An output of the program: `number` counts returned tensors or arguments."""
+    """An output of the program. `number` is the index of a returned tensor or of an argument."""
 
     where: Where
     number: int
@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """See the module. `returned` are the values that the library returns, in order."""
+    """The signature of a library. `returned` are the values that the library returns, in order."""
 
     arguments: tuple[Argument, ...]
     returned: tuple[int, ...]
@@ -141,7 +141,7 @@ def _check(program: Program, value: int) -> None:
     elif type_.conj or type_.neg:
         problem = "conjugate or negated lazily"
     elif type_.dtype.is_complex:
-        # Generated code has no complex numbers: all of it would be calls to torch's own kernels.
+        # Inductor generates no code for complex numbers: the library would only call torch's kernels.
         problem = "complex"
     else:
         return
@@ -153,7 +153,7 @@ def _check(program: Program, value: int) -> None:
 
 
 def _first_values(program: Program) -> dict[int, int]:
-    """The value that made each storage."""
+    """The first value in each storage that the program makes."""
     first: dict[int, int] = {}
     for instruction in program.instructions:
         for value in instruction.defines():
@@ -162,13 +162,13 @@ def _first_values(program: Program) -> dict[int, int]:
 
 
 def _shared_storages(program: Program) -> set[int]:
-    """Storages that more than one output lives in."""
+    """The storages that hold more than one output."""
     counts = Counter(program.values[value].storage for value in program.outputs)
     return {storage for storage, count in counts.items() if count > 1}
 
 
 def _is_dense(type_: TensorType) -> bool:
-    """Whether the elements lie without gaps or overlap, in whatever order of dimensions."""
+    """Whether the elements fill memory without gaps or overlaps, in any order of dimensions."""
     dims = sorted((s, n) for n, s in zip(type_.shape, type_.stride, strict=True) if n != 1)
     expected = contiguous_stride(tuple(n for _, n in reversed(dims)))
     return 0 in type_.shape or tuple(s for s, _ in reversed(dims)) == expected

@@ -1,4 +1,4 @@
-"""The type of a tensor in a program: all metadata that an op can see, and nothing of its data."""
+"""The type of a tensor in a program: all metadata that an op can see, without the data."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SHORT = {
 class TensorType:
     """Data type, shape, strides, offset into the storage, conjugate and negative bit, layout.
 
-    Interned: equal types are one object, so that comparing them, and hashing the keys they are
-    part of, costs no more than comparing addresses. Make them with `tensor_type` or `type_of`.
+    Types are interned: equal types are one object. So comparing types, and hashing keys that contain types,
+    costs as little as comparing addresses. Make types with `tensor_type` or `type_of`.
     """
 
     __slots__ = ("__weakref__", "conj", "dtype", "layout", "neg", "offset", "shape", "stride")
@@ -64,14 +64,14 @@ class TensorType:
 
     @property
     def extent(self) -> int:
-        """Bytes of storage from its start to the last element that a tensor of this type reaches."""
+        """The bytes from the start of the storage to the end of this tensor's last element."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return (self.offset + last + 1) * self.dtype.itemsize
 
 
-# Weak, so that a long run over many shapes keeps only the types that something still uses.
+# Weak, so that a long run with many shapes keeps only the types that are still in use.
 _interned: weakref.WeakValueDictionary[tuple[object, ...], TensorType] = weakref.WeakValueDictionary()
 
 
@@ -84,15 +84,15 @@ def tensor_type(
     neg: bool = False,
     layout: torch.layout = torch.strided,
 ) -> TensorType:
-    """The one `TensorType` with this content."""
+    """The only `TensorType` object with these fields."""
     key = (dtype, shape, stride, offset, conj, neg, layout)
     found = _interned.get(key)
-    # setdefault: two threads that make the same type must end up with the same object.
+    # setdefault: two threads that make the same type must get the same object.
     return found if found is not None else _interned.setdefault(key, TensorType(*key))
 
 
 def type_of(tensor: torch.Tensor) -> TensorType:
-    """The type of a tensor. Sparse ones have a layout, and neither strides nor an offset."""
+    """The type of a tensor. The type of a sparse tensor has a layout, but no strides and no offset."""
     if tensor.layout is not torch.strided:
         return tensor_type(tensor.dtype, tuple(tensor.shape), (), layout=tensor.layout)
     return tensor_type(
@@ -106,7 +106,7 @@ def type_of(tensor: torch.Tensor) -> TensorType:
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of this shape, as torch gives them."""
+    """The strides that torch gives to a contiguous tensor of this shape."""
     stride, step = [], 1
     for n in reversed(shape):
         stride.append(step)

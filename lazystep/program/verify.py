@@ -1,4 +1,4 @@
-"""The invariants of a program. Tests run this after every transformation."""
+"""Checks the invariants of a program. Tests run this after every transformation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .program import Program, slots_of
 
 
 def verify(program: Program) -> Program:
-    """Return `program`, or raise `AssertionError` naming the instruction that breaks an invariant."""
+    """Return `program`, or raise an `AssertionError` that names the instruction with a broken invariant."""
     defined: set[int] = set()
     slots: list[int] = []
 
