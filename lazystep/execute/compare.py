@@ -1,9 +1,9 @@
-"""Whether a native result is the reference's, up to rounding, and if not, which instruction differs.
+"""Compares native results with the reference's, up to rounding, and names the instructions that differ.
 
-Fused loops round differently, and what rounding does to a value depends on how the value was made: an
-optimizer divides a gradient that is zero but for rounding by its own size. So a difference beyond
-the tolerance is not taken for an error before the reference itself has been asked how much its result
-moves when its inputs move in their last bits.
+Fused loops round differently, and the effect of rounding on a value depends on how the value was computed.
+For example, an optimizer may divide a gradient that is zero except for rounding by its own size. So a
+difference beyond the tolerance is not yet an error: the reference runs again on inputs with changed last
+bits, to measure how far its result moves by itself.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 
 from ..program.program import Program
 
-# Largest difference, as a fraction of the tensor's largest element.
+# The largest allowed difference, as a fraction of the tensor's largest element.
 TOLERANCES = {
     torch.float64: 1e-8,
     torch.float32: 1e-4,
     torch.float16: 2e-2,
     torch.bfloat16: 4e-2,
 }
-# How many times as far as its own last bits move it a result may lie from the reference's.
+# A native result may differ this many times as much as changed last bits move the reference's result.
 _CONDITION_FACTOR = 32.0
 
 Results = Sequence[tuple[int, torch.Tensor]]
 
 
 class Difference(NamedTuple):
-    """A result that differs: its value in the program, and by how much of its magnitude."""
+    """A result that differs: its value in the program, and the difference relative to its magnitude."""
 
     value: int
     relative: float
@@ -39,10 +39,10 @@ class Difference(NamedTuple):
 def differences(
     program: Program, expected: Results, actual: Results, perturbed: Callable[[], Results]
 ) -> list[Difference]:
-    """Where two runs of a program differ by more than rounding explains.
+    """The results of two runs of a program that differ by more than rounding explains.
 
-    Results are pairs of a value and its tensor, in program order. `perturbed` runs the reference
-    again, on inputs that differ in their last bits; it is called only if something differs.
+    Results are pairs of a value and its tensor, in program order. `perturbed` runs the reference again, on
+    inputs with changed last bits; it is called only if a result differs.
     """
     tolerances = tolerances_by_storage(program)
     suspects = []
@@ -61,10 +61,10 @@ def differences(
 
 
 def tolerances_by_storage(program: Program) -> dict[int, float]:
-    """By storage: the tolerance of the coarsest data type that its value was computed in.
+    """For each storage, the tolerance of the coarsest data type that its values were computed from.
 
     float32 parameters whose update was computed in bfloat16 are no more exact than bfloat16. Integers and
-    bools have none of their own, whatever they were computed from.
+    bools must be equal, whatever they were computed from.
     """
     found: dict[int, float] = defaultdict(float)
     for type_, storage in program.values.values():
@@ -80,7 +80,7 @@ def tolerances_by_storage(program: Program) -> dict[int, float]:
 
 
 def describe(program: Program, found: Sequence[Difference]) -> str:
-    """The first values that differ, in program order, with the op that made or wrote them last."""
+    """The first values that differ, in program order, each with the op that made or last wrote it."""
     made: dict[int, int] = {}
     for position, instruction in enumerate(program.instructions):
         for value in (*instruction.defines(), *instruction.writes):
@@ -105,7 +105,10 @@ def perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference between elements, over the largest element. Infinite for other non-numbers."""
+    """The largest difference between elements, divided by the largest element.
+
+    Infinite if the two have NaN or infinity in different places.
+    """
     if a.numel() == 0:
         return 0.0
     if not a.dtype.is_floating_point:

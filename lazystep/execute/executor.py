@@ -1,7 +1,7 @@
 """The executor: one thread that runs queued steps, first in, first out.
 
-One thread, because order is what makes in-place updates right, and because only one thread may own
-an OpenMP pool. It starts with the first step and ends with the process, within a deadline.
+There is one thread because in-place updates are right only in order, and because only one thread may own an
+OpenMP pool. It starts with the first step and ends with the process, within a deadline.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .run import Run
 class Executor:
     """Runs steps in the order in which they were submitted.
 
-    Errors are kept until `take_failures`; a failed step does not stop the steps behind it, which
-    fail by themselves where they depend on it.
+    Errors are kept until `take_failures`. A failed step does not stop the steps behind it; a later step that
+    depends on it fails by itself.
     """
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class Executor:
     # -- the training thread's side ----------------------------------------------------------
 
     def has_room(self) -> bool:
-        """Whether `submit` stays within the bound on steps in flight."""
+        """Whether another step may be submitted within the bound on steps in flight."""
         return self.num_in_flight < settings.max_in_flight
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are queued or running."""
+        """The number of steps that are queued or running."""
         return len(self._queue) + (self._running is not None)
 
     def submit(self, run: Run) -> None:
         """Queue a step. Never waits: callers wait for room first, outside of their locks.
 
-        After `close`, as in an `atexit` handler, the step runs on the calling thread instead: the
-        interpreter starts no new threads by then.
+        After `close`, for example in an `atexit` handler, the step runs on the calling thread: the
+        interpreter no longer starts threads then.
         """
         with self._condition:
             if not self._closed:
@@ -65,15 +65,15 @@ class Executor:
             self._failures.append(failure)
 
     def wait_for_room(self) -> None:
-        """Block until a step may be submitted. Bounded by the setting `wait_timeout`."""
+        """Block until a step may be submitted, at most for the setting `wait_timeout`."""
         self._wait(self.has_room, f"a place among {settings.max_in_flight} steps in flight")
 
     def wait_idle(self) -> None:
-        """Block until every submitted step has ended. Bounded by the setting `wait_timeout`."""
+        """Block until every submitted step has ended, at most for the setting `wait_timeout`."""
         self._wait(lambda: self.num_in_flight == 0, "queued steps")
 
     def take_failures(self) -> list[LazyStepError]:
-        """The failures since the last call; each is handed out once."""
+        """The failures since the last call. Each failure is returned once."""
         if not self._failures:
             return []
         with self._condition:
@@ -81,13 +81,13 @@ class Executor:
         return failures
 
     def put_back(self, failures: list[LazyStepError]) -> None:
-        """Keep failures that were taken but not reported."""
+        """Keep failures that were taken but not raised, for the next `take_failures`."""
         if failures:
             with self._condition:
                 self._failures = failures + self._failures
 
     def close(self, timeout: float) -> list[Run]:
-        """Finish what is queued within `timeout` seconds, end the thread, return what was dropped."""
+        """Wait up to `timeout` seconds for queued steps, then end the thread. Returns the dropped steps."""
         deadline = time.monotonic() + timeout
         with self._condition:
             self._condition.wait_for(lambda: self.num_in_flight == 0, timeout)
@@ -108,7 +108,7 @@ class Executor:
             return
         if threading.current_thread() is self._thread:
             raise LazyStepError(f"the executor thread can't wait for {what}: it would wait for itself")
-        release_pool()  # whoever waits does not compute
+        release_pool()  # a waiting thread does not need its pool
         start = time.perf_counter()
         with self._condition:
             done = self._condition.wait_for(condition, settings.wait_timeout)
@@ -127,8 +127,8 @@ class Executor:
     def _work(self) -> None:
         failure: LazyStepError | None = None
         while True:
-            # One section for the end of a step and the begin of the next: between two, whoever waited for
-            # the first would get the interpreter lock.
+            # One locked section for the end of a step and the start of the next. Between two sections, a
+            # thread that waited for the first step would take the interpreter lock.
             with self._condition:
                 self._running = None
                 if failure is not None:
@@ -145,15 +145,15 @@ class Executor:
 
 
 def _execute(run: Run) -> LazyStepError | None:
-    """Run a step on the executor thread. Returns its failure."""
-    # A thread does not follow another one's `set_num_threads`.
+    """Run a step on the executor thread. Returns its failure, or None."""
+    # `set_num_threads` on the training thread does not change this thread's number.
     if torch.get_num_threads() != run.num_threads:
         torch.set_num_threads(run.num_threads)
     start = time.perf_counter()
     failure: LazyStepError | None
     try:
         failure = run.execute()
-    except BaseException as error:  # a bug of ours: it must end the step, not the thread
+    except BaseException as error:  # a bug of lazystep: it must end the step, not the thread
         failure = LazyStepError(f"step {run.step} failed inside lazystep: {error!r}")
         failure.__cause__ = error
         run.abandon(str(failure))
@@ -168,7 +168,7 @@ def _execute(run: Run) -> LazyStepError | None:
 
 
 def report_dropped(dropped: list[Run]) -> None:
-    """Print the steps that the end of the process cut off."""
+    """Print the steps that did not run before the process ended."""
     for run in dropped:
         size = len(run.executable.program.instructions)
         print(f"lazystep: step {run.step} ({size} instructions) was dropped at exit", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""The native executable: a whole program as one library that AOTInductor built.
+"""The native executable: runs a whole program as one library that AOTInductor built.
 
-The runner checks nothing: a tensor of another type would be read out of bounds, and two arguments in
-one piece of memory would give wrong numbers. So every argument is checked before each run, and what
-does not fit is refused with `UnfitError` before anything has been touched.
+AOTInductor's runner checks nothing. A tensor of another type would be read out of bounds, and two arguments
+that share memory would give wrong numbers. So every argument is checked before each run, and `UnfitError`
+refuses a wrong argument before anything has run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .reference import relayout
 
 
 class UnfitError(Exception):
-    """The inputs are not what the library was built for. Nothing has been run or changed."""
+    """The library was not built for these inputs. Nothing has run or changed."""
 
 
 class NativeExecutable:
-    """Runs a program's library. Fits one thread count and one set of fixed scalars. See `Executable`."""
+    """Runs a program's library, for one thread count and one set of fixed scalars. See `Executable`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class NativeExecutable:
         fixed: Mapping[int, Any],
         num_threads: int,
     ) -> None:
-        """`call` is the library's entry, see `library.load`."""
+        """`call`: the library's entry function, from `library.load`."""
         self.program = program
         self.num_threads = num_threads
         self._signature = signature
@@ -45,8 +45,8 @@ class NativeExecutable:
         self._call = call
         self._floats = _Numbers(signature.floats, torch.float64)
         self._ints = _Numbers(signature.ints, torch.int64)
-        # What was found right at the last run: the tensor, weakly, and its address. Parameters and optimizer
-        # state are the same tensors from step to step.
+        # The arguments that passed the check in the last run: a weak reference to each tensor, and its
+        # address. Parameters and optimizer state are the same tensors in every step, so the check is skipped.
         self._checked: list[tuple[Callable[[], Any], int]] = [(_nothing, 0)] * len(signature.arguments)
 
     def fits(self, scalars: Sequence[Any], num_threads: int) -> bool:
@@ -73,7 +73,7 @@ class NativeExecutable:
         return self._outputs(arguments, addresses, returned)
 
     def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], set[int]]:
-        """The library's arguments, and the addresses of their memory. Every one has been checked."""
+        """The checked arguments for the library, and the addresses of their memory."""
         arguments = []
         addresses = set()
         num_empty = 0
@@ -81,7 +81,7 @@ class NativeExecutable:
         for number, expected in enumerate(self._signature.arguments):
             tensor = inputs[expected.position]
             known, address = checked[number]
-            # The same tensor where it was: nobody changes the type of a tensor that a handle holds.
+            # The same tensor at the same address: nobody changes the type of a tensor that a handle holds.
             if known() is not tensor or tensor.data_ptr() != address:
                 argument = _checked_argument(expected, tensor)
                 address = _base_address(argument)
@@ -119,9 +119,9 @@ class NativeExecutable:
 class _Numbers:
     """The varying scalars of one kind, in memory that is written before each run.
 
-    Through NumPy: making a tensor lets go of the interpreter lock for a moment. The training thread, which
-    the end of the last step has woken, would take it and keep it for all of its next step, and this one
-    would begin 0.4 ms later: a fifth of a small step.
+    NumPy writes the memory, because making a tensor releases the interpreter lock for a moment. The training
+    thread, woken by the end of the last step, would take the lock and keep it while it records its next step.
+    This step would then begin 0.4 ms later: a fifth of a small step.
     """
 
     def __init__(self, slots: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ class _Numbers:
         self.address = self._tensor.data_ptr()
 
     def write(self, scalars: Sequence[Any]) -> torch.Tensor:
-        """The vector, with these values."""
+        """Write these values into the vector, and return it."""
         self._array[:] = [scalars[slot] for slot in self.slots]
         return self._tensor
 
@@ -141,13 +141,16 @@ def _nothing() -> None:
 
 
 def _base_address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins. By the tensor: an empty one may have a storage that can't be asked."""
+    """The address of a tensor's storage; 0 for an empty tensor.
+
+    Computed from the tensor's own address, because the storage of an empty tensor may refuse to give one.
+    """
     address = int(tensor.data_ptr())
     return address - int(tensor.storage_offset()) * tensor.itemsize if address else 0
 
 
 def _checked_argument(expected: Argument, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as the library takes it. Raises `UnfitError`."""
+    """The tensor in the form that the library takes. Raises `UnfitError` if it does not fit."""
     position, type_ = expected.position, expected.type
     if expected.is_flat:
         storage = tensor.untyped_storage()
@@ -162,7 +165,7 @@ def _checked_argument(expected: Argument, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lazily_negated(tensor: torch.Tensor) -> bool:
-    # By its keys: `is_conj` and `is_neg` let go of the interpreter lock, see `_Numbers`.
+    # By dispatch keys: `is_conj` and `is_neg` release the interpreter lock, see `_Numbers`.
     keys = torch._C._dispatch_keys(tensor)
     return keys.has(torch._C.DispatchKey.Conjugate) or keys.has(torch._C.DispatchKey.Negative)
 
@@ -171,9 +174,10 @@ _ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")
 
 
 def _failed_position(program: Program, message: str) -> int:
-    """The instruction that an error of the whole library belongs to, as far as it can be told.
+    """The likely position of the instruction that failed inside the library.
 
-    A failed allocation tells its size, which names the op that asked for it; else it is the last one.
+    The message of a failed allocation contains a size: the first instruction that makes a storage of this
+    size is taken. Otherwise it is the last instruction.
     """
     match = _ALLOCATION.search(message)
     if match is not None:

@@ -1,10 +1,11 @@
-"""The reference executable: the program's instructions, one by one, on CPU tensors.
+"""The reference executable: runs a program's instructions one by one on CPU tensors.
 
-Bit for bit what eager computes, since the same kernels run in the same order with the same aliasing.
-The first run interprets the instructions and compares what each op returns with what was inferred
-for it. From the second run on the program runs as one generated Python function: straight-line
-code over local variables, each deleted at its last use, so that a step costs one call per op and
-no bookkeeping. A program that is seen once is never translated.
+The results equal eager bit for bit, since the same kernels run in the same order with the same aliasing.
+
+The first run interprets the instructions, and compares the layout of each result with the inferred layout.
+From the second run on, the program runs as one generated Python function: straight-line code over local
+variables, each deleted at its last use. So a step costs one call per op and no bookkeeping. A program that
+runs once is never translated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve
 from ..program.types import TensorType, type_of
 from .executable import InstructionError
 
-# (instruction, result) to whether the result has to be copied.
+# The results to repair: (position of the instruction, number of the result) to whether it must be copied.
 Repairs = dict[tuple[int, int], bool]
 
 
@@ -32,7 +33,7 @@ class ReferenceExecutable:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._last_uses = _last_uses(program)
-        # Results that an op lays out otherwise than was inferred.
+        # Results whose layout differs from the inferred layout.
         self._repairs: Repairs = {}
         self._function: Callable[..., list[torch.Tensor]] | None = None
         self._lines: list[int] = []
@@ -40,7 +41,7 @@ class ReferenceExecutable:
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         """See `Executable.run`."""
-        # No autograd, no version counters, no view tracking: what the program says is all there is.
+        # No autograd, version counters or view tracking: the program alone decides what happens.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             if not self._has_run:
                 outputs = self._interpret(inputs, scalars)
@@ -70,7 +71,7 @@ class ReferenceExecutable:
             del tensors[value]
         for position, instruction in enumerate(program.instructions):
             try:
-                # A function of its own: no local of this frame keeps a tensor past its last use.
+                # A separate function, so that no local of this frame keeps a tensor past its last use.
                 repaired = _run_instruction(program, instruction, tensors, scalars)
             except Exception as error:
                 raise InstructionError(position) from _without_frames(error)
@@ -83,7 +84,7 @@ class ReferenceExecutable:
 def _run_instruction(
     program: Program, instruction: Instruction, tensors: dict[int, torch.Tensor], scalars: Sequence[Any]
 ) -> dict[int, bool]:
-    """Run one instruction on `tensors`; return the results that needed a repair, and whether by a copy."""
+    """Run one instruction on `tensors`. Returns the results that needed a repair, and whether by a copy."""
     aliases = {argument: tensors[argument].detach() for argument, _ in instruction.rebinds}
 
     def fill(arg: Arg) -> Any:
@@ -123,10 +124,10 @@ def _run_instruction(
 def needs_repair(
     op: str, declared: TensorType, tensor: torch.Tensor, shared: set[int], others: set[int]
 ) -> bool:
-    """Whether what an op returned has to be laid out anew to be what was inferred for it.
+    """Whether the result of an op needs a new layout to match the inferred type.
 
-    Raises where that would not help: another shape or data type, a view that is none, or a view
-    of other elements.
+    Raises if a new layout would not help: for another shape or data type, for a new tensor where a view was
+    inferred, and for a view of other elements.
     """
     actual = type_of(tensor)
     if actual.shape != declared.shape or actual.dtype != declared.dtype:
@@ -147,7 +148,10 @@ def needs_repair(
 
 
 def _same_elements(a: TensorType, b: TensorType) -> bool:
-    """Whether two types of one shape reach the same elements: strides of single elements don't count."""
+    """Whether two types of the same shape reach the same elements.
+
+    The stride of a dimension of size 1 makes no difference.
+    """
     if 0 in a.shape:
         return True
     strides = zip(a.shape, a.stride, b.stride, strict=True)
@@ -156,8 +160,10 @@ def _same_elements(a: TensorType, b: TensorType) -> bool:
 
 
 def relayout(tensor: torch.Tensor, declared: TensorType, copies: bool) -> torch.Tensor:
-    """`tensor` with the declared strides: a view where only strides of single elements differ, unless
-    `copies`; else a copy."""
+    """`tensor` with the declared strides.
+
+    A view if the elements are in the right places and `copies` is False; else a copy.
+    """
     if not copies and _same_elements(type_of(tensor), declared):
         return tensor.as_strided(declared.shape, declared.stride, declared.offset)
     flat = torch.empty(declared.extent // declared.dtype.itemsize, dtype=declared.dtype)
@@ -170,7 +176,7 @@ def relayout(tensor: torch.Tensor, declared: TensorType, copies: bool) -> torch.
 
 
 def settle(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
-    """Give an argument that an op has resized the layout that was inferred for it, in its own memory."""
+    """Give an argument that an op has resized its inferred layout, in the argument's own memory."""
     if type_of(tensor) is not declared:
         if tuple(tensor.shape) != declared.shape:
             raise AssertionError(
@@ -183,12 +189,12 @@ def settle(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
 
 
 def _without_frames(error: Exception) -> Exception:
-    # The frames hold every live tensor of the step; after running out of memory above all they must go.
+    # The frames keep every live tensor of the step. They must go, above all after running out of memory.
     return error.with_traceback(None)
 
 
 def _last_uses(program: Program) -> dict[int, list[int]]:
-    """Which values die after which instruction; -1 for inputs that are never used."""
+    """For each instruction, the values that are last used there; -1 for inputs that are never used."""
     last = dict.fromkeys(program.inputs, -1)
     for position, instruction in enumerate(program.instructions):
         for value in instruction.reads():
@@ -208,7 +214,7 @@ _GENERATED = "<lazystep reference program>"
 def _translate(
     program: Program, last_uses: dict[int, list[int]], repairs: Repairs
 ) -> tuple[Callable[..., Any], list[int]]:
-    """The program as a Python function, and for each of its lines the instruction it belongs to."""
+    """The program as a Python function, and for each line of it the position of its instruction."""
     names: dict[str, Any] = {
         "_relayout": relayout,
         "_settle": settle,
@@ -247,7 +253,7 @@ def _translate(
     for position, instruction in enumerate(program.instructions):
         if instruction.op not in ops:
             ops[instruction.op] = f"op{len(ops)}"
-            # Below `OpOverload.__call__`: the same call without a Python frame around it.
+            # `_op` is the same call as `OpOverload.__call__`, without a Python frame around it.
             op = resolve_op(instruction.op)
             names[ops[instruction.op]] = getattr(op, "_op", op)
         aliased = {}
