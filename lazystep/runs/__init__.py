@@ -1,4 +1,4 @@
-"""Training runs seen as a whole: what one leaves in a directory, and how that is read.
+"""Reports of training runs: the files that a run writes, and the page made from them.
 
-facts (what the runtime knows in the end) -> directory (facts, timeline, log, program on disk) -> page.
+facts (the runtime's data at the end) -> directory (facts, timeline, log and program on disk) -> page.
 """

@@ -1,4 +1,4 @@
-"""The numbers behind a run's charts: read from its files, reduced to what can be seen on a screen."""
+"""The numbers of a run's charts: read from the run's files, and reduced to the resolution of a screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 _MAX_POINTS = 800
 _NUM_BINS = 300
 _MAX_ZOOM = 600
-# What a thread of the trace is called on the page; others keep their names.
+# The names of the trace's threads on the page; other threads keep their names.
 _LANES = {
     "MainThread": "training thread",
     "lazystep-executor": "executor",
@@ -23,11 +23,11 @@ _LANES = {
 
 
 class PageError(Exception):
-    """The directory has nothing to show, or a file in it can't be read. The message says which."""
+    """The directory holds no run, or a file in it can't be read. The message says which."""
 
 
 class Segment(NamedTuple):
-    """What a thread did from `start` to `end`, in seconds since the run began; the innermost span counts."""
+    """The activity of a thread from `start` to `end`, in seconds since the run began."""
 
     start: float
     end: float
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; nothing if there is no file. Raises `PageError`."""
+    """The JSON object in a file; an empty one if there is no file. Raises `PageError`."""
     if not path.exists():
         return {}
     try:
@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_series(directory: Path) -> dict[str, list[tuple[float, float]]]:
-    """The numbers of all logs in the directory: name to (step, value). The loss comes first."""
+    """The numbers of all logs in the directory: name to pairs (step, value). The loss comes first."""
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for path in sorted([*directory.glob("*.jsonl"), *directory.glob("*.csv")]):
         try:
@@ -79,7 +79,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             if number == len(lines) - 1:
-                return  # a run that was killed while it wrote
+                return  # the run was killed while it wrote this line
             raise
         if isinstance(row, dict):
             yield row
@@ -94,7 +94,7 @@ def _number(value: Any) -> float | None:
 
 
 def read_lanes(events: Sequence[Mapping[str, Any]]) -> dict[str, list[Segment]]:
-    """What each thread did, without overlaps: the innermost span at each moment."""
+    """The activity of each thread, without overlaps: the innermost span at each moment."""
     spans = [e for e in events if e.get("ph") == "X"]
     if not spans:
         return {}
@@ -120,7 +120,7 @@ def _title(event: Mapping[str, Any]) -> str:
 
 
 def _innermost(spans: list[tuple[float, float, str, str]]) -> Iterator[Segment]:
-    """Cut nested spans to segments that follow one another."""
+    """Cut nested spans into consecutive segments, each of the innermost span."""
     spans.sort(key=lambda span: (span[0], -span[1]))
     stack: list[tuple[float, float, str, str]] = []
     now = 0.0
@@ -147,7 +147,7 @@ def _innermost(spans: list[tuple[float, float, str, str]]) -> Iterator[Segment]:
 
 
 def thin(points: Sequence[Any], limit: int = _MAX_POINTS) -> list[Any]:
-    """At most `limit` of the points, evenly chosen; the first and the last stay."""
+    """At most `limit` of the points, evenly chosen, including the first and the last."""
     if len(points) <= limit:
         return list(points)
     return [points[round(i * (len(points) - 1) / (limit - 1))] for i in range(limit)]
@@ -156,7 +156,7 @@ def thin(points: Sequence[Any], limit: int = _MAX_POINTS) -> list[Any]:
 def timeline_data(
     events: Sequence[Mapping[str, Any]], lanes: Mapping[str, Sequence[Segment]]
 ) -> dict[str, Any]:
-    """The numbers behind the charts of time: step times, use of each thread, the switch from close by."""
+    """The numbers of the time charts: step times, use of each thread, and a zoom on the first native step."""
     if not lanes:
         return {}
     origin = min(e["ts"] for e in events if e.get("ph") == "X")
@@ -189,7 +189,7 @@ def timeline_data(
 def _zoom_window(
     executions: Sequence[tuple[float, float, str, int]], native: float | None
 ) -> tuple[float, float]:
-    """A few steps before the first native one and some behind it; the first steps if there is none."""
+    """The time around the first native step; around the first steps if there is no native one."""
     if not executions:
         return 0.0, 0.0
     position = next((i for i, e in enumerate(executions) if e[0] == native), 0)
@@ -199,7 +199,7 @@ def _zoom_window(
 
 
 def _bins(lane: Sequence[Segment], total: float) -> dict[str, list[float]]:
-    """How much of each interval the thread spent on what: kind to a share per interval."""
+    """For each kind of activity, the share of each interval that the thread spent on it."""
     width = total / _NUM_BINS or 1.0
     bins: dict[str, list[float]] = defaultdict(lambda: [0.0] * _NUM_BINS)
     for start, end, kind, _ in lane:
@@ -213,7 +213,7 @@ def _short(number: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """As people write it: `1.2 ms`."""
+    """A duration as text, such as `1.2 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

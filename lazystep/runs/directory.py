@@ -1,9 +1,9 @@
-"""What a training run leaves behind: one directory, from which `lazystep report` makes a page.
+"""The directory that a training run writes, from which `lazystep report` makes a page.
 
 run.json         counters, programs and reasons, lines that waited, versions
 timeline.json    the trace of `lazystep.profile`
-log.jsonl        what was logged per step
-program.txt      the program that did most of the work, printed
+log.jsonl        the numbers logged per step
+program.txt      the text of the program that did most of the work
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ FACTS, TIMELINE, LOG, PROGRAM = "run.json", "timeline.json", "log.jsonl", "progr
 
 
 class RunDirectory:
-    """Keeps what a run does, for `lazystep report`.
+    """Writes the log, timeline and facts of a run into a directory, for `lazystep report`.
 
         with lazystep.RunDirectory("runs/1") as run:
             for step, (x, y) in enumerate(loader):
                 loss = train_step(x, y)
                 run.log(step, loss=loss)
 
-    Logging adds one async closure and waits for nothing. The block takes a profile; leaving it ends the
-    step as `run_step_closures` does, waits for queued steps and closures, raises what failed in closures,
-    and writes. A block that raises leaves its files, too, as far as it got. Counters are the process's.
+    `log` adds one async closure and does not wait. The block takes a profile. Its end ends the step, as
+    `run_step_closures` does, waits for queued steps and closures, raises the errors of closures, and writes
+    the files. A block that raises also writes its files, as far as it got. Counters are those of the whole
+    process.
     """
 
     def __init__(self, path: str | Path, *, title: str = "", every: int = 1) -> None:
@@ -49,20 +50,20 @@ class RunDirectory:
 
     @property
     def timeline(self) -> timeline.Timeline:
-        """The timeline that is being taken: `with run.timeline.span("evaluation"): ...`."""
+        """The run's timeline, for your own spans: `with run.timeline.span("evaluation"): ...`."""
         if self._timeline is None:
             raise RuntimeError("the run has not begun: use it in a with statement")
         return self._timeline
 
     def log(self, step: int, **values: Any) -> None:
-        """Log numbers and one-element tensors of this step, in every N-th step. See `report.JsonlLog`."""
+        """Log numbers and one-element tensors of this step, in every N-th step. Does not synchronize."""
         if self._log is None:
             raise RuntimeError("the run is not open: log inside its with statement")
         self._log(step, **values)
 
     def __enter__(self) -> RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in (FACTS, PROGRAM):  # of an earlier run: a run that is killed must not show them as its own
+        for name in (FACTS, PROGRAM):  # a killed run must not show the files of an earlier run
             (self.path / name).unlink(missing_ok=True)
         self._started = time.time()
         self._timeline = self._stack.enter_context(profile(self.path / TIMELINE))

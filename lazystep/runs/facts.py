@@ -1,6 +1,6 @@
-"""What the runtime knows about a run when it is over: counters, programs and reasons, lines that waited.
+"""The facts of a run at its end: counters, programs and reasons, lines that waited.
 
-As plain data, which is what `run.json` holds, and as the text that `lazystep run` ends with.
+`collect` returns them as plain data, for `run.json`; `to_text` makes the closing report of `lazystep run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 def collect() -> dict[str, Any]:
-    """The facts so far, of the whole process. Does not synchronize: see `lazystep.wait_device_ops`."""
+    """The facts so far, for the whole process. Does not synchronize: see `lazystep.wait_device_ops`."""
     return {
         "format": FORMAT,
         "versions": versions(),
@@ -37,14 +37,14 @@ def collect() -> dict[str, Any]:
 
 
 def main_program() -> Program | None:
-    """The program that did most of the work: the step, where there is one."""
+    """The program that ran the most instructions, usually the training step; None if nothing was recorded."""
     programs = runtime.remembered_programs()
     most = max(programs, key=lambda p: p.num_runs * len(p.program.instructions), default=None)
     return runtime.last_program if most is None else most.program
 
 
 def versions() -> dict[str, Any]:
-    """The software and the machine."""
+    """The versions of the software, and the machine."""
     return {
         "lazystep": __version__,
         "torch": torch.__version__,
@@ -56,7 +56,7 @@ def versions() -> dict[str, Any]:
 
 
 def changed_settings() -> dict[str, Any]:
-    """The settings that are not at their defaults."""
+    """The settings that differ from their defaults."""
     now = dataclasses.asdict(config.settings)
     return {f.name: now[f.name] for f in dataclasses.fields(config.Settings) if now[f.name] != f.default}
 

@@ -1,7 +1,7 @@
-"""A run's directory as one HTML page: no network, no dependency, every part optional.
+"""The HTML page of a run's directory. It needs no network and no dependency, and every part is optional.
 
-Python reads the files, reduces them to what can be seen at the width of a screen, and writes the texts
-and tables; the script in page.html draws the charts from the numbers that stand in the page.
+Python reads the files, reduces the numbers to the resolution of a screen, and writes texts and tables. The
+script in page.html draws the charts from the numbers in the page.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .directory import FACTS, PROGRAM, TIMELINE
 
 
 def write_page(directory: Path, target: Path | None = None) -> Path:
-    """Write the page of a run, by default to `index.html` in its directory. Returns where it is.
+    """Write the page of a run, by default to `index.html` in its directory. Returns the page's path.
 
-    Raises `PageError`.
+    Raises `PageError` if the directory holds no run, or a file can't be read.
     """
     page = to_html(directory)
     target = target or directory / "index.html"
@@ -33,7 +33,7 @@ def write_page(directory: Path, target: Path | None = None) -> Path:
 
 
 def to_html(directory: Path) -> str:
-    """The page of a run. Raises `PageError`."""
+    """The page of a run, as HTML. Raises `PageError`."""
     if not directory.is_dir():
         raise PageError(f"{directory} is not a directory")
     facts = read_json(directory / FACTS)
@@ -57,7 +57,7 @@ def to_html(directory: Path) -> str:
         summary = f"The program of a step, {text.count(chr(10))} lines"
         body.append(_section("program", summary, f"<pre>{html.escape(text)}</pre>"))
     template = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    # "</script>" in a text must not end the script.
+    # A text that contains "</script>" must not end the script.
     numbers = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     parts = {"<!--title-->": html.escape(title), "<!--body-->": "\n".join(body), "/*data*/": numbers}
     return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], template)
@@ -84,7 +84,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequenc
 
 
 def _short_paths(text: str) -> str:
-    """Escaped, with the directories of source files in a tooltip."""
+    """The escaped text, with the directories of source files moved into a tooltip."""
     parts = re.split(r"((?:/[^/\s:()]+)+/)(?=[^/\s:]+\.py:\d)", text)
     short, paths = html.escape("".join(parts[::2])), sorted(set(parts[1::2]))
     return f'<span title="{html.escape(" ".join(paths))}">{short}</span>' if paths else short
@@ -154,7 +154,7 @@ def _charts(data: Mapping[str, Any]) -> str:
 
 
 def _phases(lanes: Mapping[str, Sequence[Segment]], data: Mapping[str, Any]) -> str:
-    """Time per step, before and after the first native one."""
+    """A table of the time per step, before and after the first native step."""
     if not data.get("executions"):
         return ""
     native = data["native"]
