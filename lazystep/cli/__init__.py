@@ -1,4 +1,4 @@
-"""The command line, a file per command. Exit status: 0 if all is well, 1 if something failed, 2 for usage."""
+"""The command line, one file per command. Exit status: 0 for success, 1 for a failure, 2 for wrong usage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .run import run
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
-    """lazystep: each training step one program, compiled in the background.
+    """lazystep: each training step is one program, compiled in the background.
 
-    Begin with `lazystep doctor`, then `lazystep demo`; `lazystep run train.py` says what became of a
-    script of your own.
+    Begin with `lazystep doctor`, then `lazystep demo`. `lazystep run train.py` runs your own script and
+    prints a report.
     """
 
 

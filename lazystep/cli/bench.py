@@ -15,9 +15,9 @@ _ROOT = Path(__file__).parents[2]
 @click.argument("names", nargs=-1)
 @click.option("--quick", is_flag=True, help="Smoke runs: the numbers mean nothing, and nothing is written.")
 def bench(names: tuple[str, ...], quick: bool) -> None:
-    """Run all benchmarks, or those named (recording, closures, steps, ...). Needs a source checkout.
+    """Run all benchmarks, or only NAMES (recording, closures, steps, ...). Needs a source checkout.
 
-    Exit status 1 if one of them fails; the others run all the same.
+    Exit status 1 if a benchmark fails; the others still run.
     """
     package = _ROOT / "benchmarks"
     if not (package / "__main__.py").exists():

@@ -1,4 +1,4 @@
-"""`lazystep cache`: the libraries on disk."""
+"""`lazystep cache`: list, show, verify and remove the libraries on disk."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..compile.cache import CacheError, Entry, LibraryCache, cache_directory
 )
 @click.pass_context
 def cache(context: click.Context, directory: Path | None) -> None:
-    """Libraries on disk: list, look at, verify, remove."""
+    """List, show, verify and remove the libraries on disk."""
     root = directory or cache_directory()
     if not root.exists():
-        context.obj = LibraryCache(root)  # nothing there yet: an empty listing, not an error
+        context.obj = LibraryCache(root)  # no cache yet: an empty list, not an error
         return
     try:
         context.obj = LibraryCache.open(root)
@@ -54,7 +54,7 @@ def list_entries(libraries: LibraryCache, as_json: bool) -> None:
 @click.argument("key")
 @click.pass_obj
 def show_entry(libraries: LibraryCache, key: str) -> None:
-    """Show how a library was made and the program it runs. A beginning of the key is enough."""
+    """Show how a library was built, and its program. The first characters of KEY are enough."""
     entry = _find(libraries, key)
     for name, value in entry.manifest.items():
         if name != "program":
@@ -80,7 +80,7 @@ def verify_entries(libraries: LibraryCache) -> None:
 @click.argument("key", required=False)
 @click.pass_obj
 def clear_entries(libraries: LibraryCache, key: str | None) -> None:
-    """Remove one library, or all of them. Running processes keep what they have loaded."""
+    """Remove one library, or all. Running processes keep the libraries that they have loaded."""
     entries = libraries.entries() if key is None else [_find(libraries, key)]
     for entry in entries:
         libraries.remove(entry.key)

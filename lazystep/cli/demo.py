@@ -1,4 +1,4 @@
-"""`lazystep demo`: the two minutes that show everything."""
+"""`lazystep demo`: train a small GPT for about two minutes, and write a report."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ import click
 def demo(seconds: float, steps: int | None, quick: bool, directory: Path) -> None:
     """Train a byte-level GPT on the source of Python's standard library, and write a report.
 
-    Steps run on the reference executable until a native library has been built in the background; logs
-    are closures off the training thread; half-way a checkpoint is written and resumed from. Exit status
-    1 if the loss on held-out files did not fall or the resumed state was not the saved one.
+    Steps run on the reference executable until a native library has been built in the background. Logs are
+    closures on a worker thread. Half-way, the demo writes a checkpoint and resumes from it. Exit status 1 if
+    the loss on held-out files did not fall, or if the resumed state differs from the saved one.
     """
-    from ..demo.run import run_demo  # reads no corpus for a --help
+    from ..demo.run import run_demo  # only needed to run the demo, not for --help
 
     try:
         is_good = run_demo(directory, seconds, steps or (40 if quick else None), 40 if quick else 200)

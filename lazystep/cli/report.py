@@ -1,4 +1,4 @@
-"""`lazystep report`: the page of a run."""
+"""`lazystep report`: write the HTML page of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..runs.page import write_page
 def report(run_dir: Path, output: Path | None) -> None:
     """Write one HTML page about the run in RUN_DIR, readable without a network.
 
-    RUN_DIR is what lazystep.RunDirectory or `lazystep run --report` has written; any directory with a
-    timeline.json of lazystep.profile or a log (*.jsonl, *.csv) with a column "step" will do.
+    RUN_DIR is a directory that lazystep.RunDirectory or `lazystep run --report` has written. Any directory
+    with a timeline.json of lazystep.profile, or a log (*.jsonl, *.csv) with a column "step", works too.
     """
     try:
         click.echo(write_page(run_dir, output))

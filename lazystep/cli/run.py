@@ -1,4 +1,4 @@
-"""`lazystep run`: a training script as it is, then what became of it."""
+"""`lazystep run`: run an unchanged training script, then print a report."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from ..step_closures import flush_step_closures
 def run(directory: Path | None, script: Path, arguments: tuple[str, ...]) -> None:
     """Run SCRIPT with its ARGS as `python SCRIPT ARGS` does, then print the closing report.
 
-    The report: programs, compiles with reasons, syncs with lines, closures, waits. The script's output,
-    errors and exit status are its own; a step or closure that failed and that nobody looked at makes it 1.
+    The report lists programs, compiles with reasons, syncs with lines, closures and waits. The script's
+    output and errors are unchanged. So is its exit status, unless a step or closure failed and the script did
+    not see the error: then it is 1.
     """
     try:
         with RunDirectory(directory, title=script.name) if directory else nullcontext():
             status = _execute(script, arguments)
             status = _drain() or status
-    except LazyStepError as error:  # a step that the end of the run has cut
+    except LazyStepError as error:  # raised by the step that ended with the run
         traceback.print_exception(error)
         status = 1
     sys.stdout.flush()
@@ -52,9 +53,9 @@ def run(directory: Path | None, script: Path, arguments: tuple[str, ...]) -> Non
 
 
 def _execute(script: Path, arguments: tuple[str, ...]) -> int:
-    """Run the script as `__main__`; its exit status. Prints its traceback as Python would."""
+    """Run the script as `__main__` and return its exit status. Prints its traceback as Python would."""
     module = types.ModuleType("__main__")
-    # Not by runpy, which takes the module apart in the end: closures may still run in it.
+    # Not with runpy, which clears the module at the end: closures may still use it.
     module.__dict__.update(__file__=str(script), __builtins__=__builtins__)
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
@@ -76,7 +77,7 @@ def _execute(script: Path, arguments: tuple[str, ...]) -> int:
 
 
 def _drain() -> int:
-    """Wait for what is queued, so that it is counted. 1 if something has failed in the background."""
+    """Wait for queued steps and closures, so that they are counted. Returns 1 if one of them has failed."""
     status = 0
     for wait in (wait_device_ops, flush_step_closures):
         try:
@@ -90,5 +91,5 @@ def _drain() -> int:
 def _print_error(script: Path) -> None:
     kind, error, trace = sys.exc_info()
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
-        trace = trace.tb_next  # our own frames are none of the script's business
+        trace = trace.tb_next  # leave out lazystep's own frames
     traceback.print_exception(kind, error, trace)
