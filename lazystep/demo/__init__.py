@@ -1,1 +1,1 @@
-"""The demonstration: a byte-level GPT learns Python from Python's own standard library."""
+"""The demo: a byte-level GPT learns Python from the source of Python's standard library."""

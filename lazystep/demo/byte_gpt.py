@@ -1,4 +1,4 @@
-"""A small byte-level GPT and its data, the source of Python's standard library: ordinary PyTorch."""
+"""A small byte-level GPT in ordinary PyTorch, and its data: the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BYTES = 4_000_000
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each added to what comes in."""
+    """Causal self-attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Predicts the next byte. The output layer is the token embedding."""
+    """Predicts the next byte. The output layer shares its weight with the token embedding."""
 
     def __init__(
         self, width: int = 128, num_layers: int = 4, num_heads: int = 4, dropout: float = 0.1
@@ -71,7 +71,7 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
-    """Bytes to train on and bytes of other files to judge by: every tenth file is held out."""
+    """The bytes for training, and the bytes of held-out files: every tenth file is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3"}
     paths = [p for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts)]
@@ -85,7 +85,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
 
 
 def sample_batch(corpus: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Windows from random places, and the same windows one byte later. On the host."""
+    """Windows from random positions, and the same windows one byte later, as CPU tensors."""
     starts = torch.randint(len(corpus) - NUM_TOKENS, (BATCH_SIZE, 1), generator=generator)
     windows = corpus[starts + torch.arange(NUM_TOKENS + 1)].long()
     return windows[:, :-1], windows[:, 1:]
@@ -93,7 +93,7 @@ def sample_batch(corpus: Tensor, generator: torch.Generator) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Tensor, num_batches: int) -> float:
-    """The mean loss on batches that are the same at every call. One read, at the end."""
+    """The mean loss on batches that are the same in every call. Synchronizes once, at the end."""
     generator = torch.Generator().manual_seed(2)
     model.eval()
     total = torch.zeros((), device="lazy")
@@ -107,10 +107,10 @@ def held_out_loss(model: nn.Module, corpus: Tensor, num_batches: int) -> float:
 
 @torch.no_grad()
 def write_sample(model: nn.Module, prompt: bytes, num_bytes: int) -> str:
-    """Continue a prompt. Every byte is read before the next one: this part does wait, once a byte."""
+    """Continue a prompt. Synchronizes once per byte: each byte is needed for the next one."""
     generator = torch.Generator().manual_seed(3)
     model.eval()
-    # Windows of one size give programs of one shape, so that they are recorded anew but never made anew.
+    # All windows have the same size, so every byte has the same program, which is found in the cache.
     text = bytearray(prompt.rjust(NUM_TOKENS, b"\n"))
     for _ in range(num_bytes):
         window = torch.tensor([list(text[-NUM_TOKENS:])])

@@ -1,4 +1,4 @@
-"""The demo's live progress: a bar with rich in a terminal, plain lines elsewhere. Fed by async closures."""
+"""The demo's live progress, from async closures: a rich bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN_SECONDS = 5.0
 
 
 class Display:
-    """Shows loss, steps per second, tier and queues; `show` adds an async closure and waits for nothing."""
+    """Shows loss, steps per second, tier and queues. `show` adds an async closure and does not wait."""
 
     def __init__(self, seconds: float, num_steps: int | None) -> None:
         self._seconds, self._num_steps = seconds, num_steps
@@ -31,7 +31,7 @@ class Display:
             self._task = self._bar.add_task("", total=1.0)
 
     def show(self, step: int, loss: Any) -> None:
-        """Show this step when it has run."""
+        """Show this step after it has run. Does not wait."""
         add_step_closure(self._show, (step, loss), run_async=True)
 
     def _show(self, step: int, loss: Any) -> None:

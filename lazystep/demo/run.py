@@ -1,9 +1,9 @@
-"""The demo's run: train, look on without waiting, save, resume, report.
+"""The demo's run: train, show progress without waiting, save, resume, report.
 
-The step is an ordinary function under `@lazystep.step`. It runs on the reference executable until a
-native library of the whole step has been built in the background, or has been found on disk. Log,
-TensorBoard and the live display are async closures. Half-way through, a checkpoint is written, and a new
-model and optimizer go on from it, as a new process would.
+The step is an ordinary function under `@lazystep.step`. It runs on the reference executable until a native
+library of the whole step has been built in the background or found on disk. The log, TensorBoard and the live
+display are async closures. Half-way, a checkpoint is written, and a new model and optimizer continue from it,
+as a new process would.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .display import Display
 
 _TITLE = "A byte-level GPT learns Python from Python's standard library"
 _SHOW_EVERY = 5
-# Seconds beyond the time given, until this many native steps have been seen.
+# The demo may run this many extra seconds, until it has shown this many native steps.
 _PATIENCE, _NATIVE_STEPS = 90.0, 150
 
 
@@ -48,7 +48,7 @@ class Trainer:
     def train(
         self, is_over: Callable[[], bool], last_step: int | None, run: RunDirectory, looks: list[Any]
     ) -> None:
-        """Train until the time is over or the step is reached. Nothing in this loop reads a value."""
+        """Train until `is_over()` or `last_step`. Nothing in this loop reads a value or waits for one."""
         model, optimizer = self.model, self.optimizer
 
         @step
@@ -68,7 +68,7 @@ class Trainer:
                     look(self.num_steps, loss)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The contents of a checkpoint."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -78,7 +78,7 @@ class Trainer:
         }
 
     def load(self, path: Path) -> None:
-        """Go on where the checkpoint was written."""
+        """Load a checkpoint, to continue from it."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -88,7 +88,7 @@ class Trainer:
 
 
 def run_demo(directory: Path, seconds: float, num_steps: int | None, sample_bytes: int) -> bool:
-    """Run it all and write the page. Whether the loss fell and the resumed state was the saved one."""
+    """Run the demo and write its page. Returns whether the loss fell and the resumed state was right."""
     torch.manual_seed(0)
     training, held_out = read_corpus()
     trainer = Trainer(training)
@@ -133,7 +133,7 @@ def run_demo(directory: Path, seconds: float, num_steps: int | None, sample_byte
 
 
 def _is_over(end: float) -> bool:
-    """Whether to stop. A busy machine gets some more time, to see the native step that is being built."""
+    """Whether to stop. A slow machine gets extra time, so that the native step is seen after its build."""
     now = time.monotonic()
     if now < end or now >= end + _PATIENCE:
         return now >= end
@@ -143,13 +143,13 @@ def _is_over(end: float) -> bool:
 
 
 def _judge(model: nn.Module, corpus: Tensor) -> float:
-    # On the reference executable: the builder has the step to build.
+    # On the reference executable, so that the builder only builds the training step.
     with config.override(tier="reference"):
         return held_out_loss(model, corpus, 20)
 
 
 def _compare(checkpoint: Path, state: Any) -> tuple[int, bool]:
-    """How many tensors the file has, and whether the state's are equal to them."""
+    """The number of tensors in the file, and whether they equal the tensors of the state."""
     saved, loaded = (
         pytree.tree_leaves(s) for s in (torch.load(checkpoint, weights_only=True), to_cpu(state))
     )
