@@ -18,7 +18,7 @@ _STORM, _WINDOW, _SETTLED = 48, 64, 64
 
 
 class ProgramFacts(NamedTuple):
-    """Facts about a program: the line that it starts at, why it exists, how often and on what it ran."""
+    """Facts about a program: its first line, why it exists, how often it ran, and on which executable."""
 
     number: int
     num_instructions: int
@@ -115,7 +115,9 @@ def _standing(executable: TieredExecutable) -> str:
     if executable.state is State.BUILDING:
         return "on the reference executable while its library is being built"
     if executable.state is State.NATIVE:
-        return "native" + (f"; in part on the reference: {executable.reason}" if executable.reason else "")
+        return "native" + (
+            f"; some runs are on the reference executable: {executable.reason}" if executable.reason else ""
+        )
     if executable.num_runs >= settings.build_after and not executable.has_looked:
         return "on the reference executable: the tier was `reference` whenever it ran"
     return "on the reference executable: it has not repeated often enough to be built"

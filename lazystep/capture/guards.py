@@ -157,7 +157,7 @@ class Guards:
         if self._modes != other._modes:
             return "one of torch's modes (gradients, autocast, default type)"
         if self._tuples != other._tuples:
-            return "what a tuple consists of"
+            return "the type or length of a tuple"
         if self._contents != other._contents:
             return "a set or an array"
         if not _are_same(self._objects, other._objects):

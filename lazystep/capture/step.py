@@ -328,7 +328,7 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
     assert call.program is not None
     if call.program.known is not replay.known:
         old = replay.variant.executable.program
-        return first_difference(old, call.program.variant.executable.program) or "its inputs are others"
+        return first_difference(old, call.program.variant.executable.program) or "it takes other inputs"
     actual = [value for value, _ in call.scalars]
     if predicted is None:
         return "a comparison comes out differently"

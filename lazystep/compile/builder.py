@@ -79,7 +79,7 @@ class Builder:
         self._cache_for: Path | None = None
         self._own_directory: Path | None = None
 
-    # -- anybody's side ----------------------------------------------------------------------------
+    # -- for any thread ---------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a build. Never waits."""
@@ -154,7 +154,8 @@ class Builder:
                 if result.kind in _UNEXPECTED:
                     reason = str(result).strip().partition("\n")[0]
                     notice(
-                        f"build {result.kind}", f"a step can't be made native and runs as it was: {reason}"
+                        f"build {result.kind}",
+                        f"a step can't be made native and stays on the reference executable: {reason}",
                     )
             if result is not None and not self._closed:
                 request.deliver(result)
