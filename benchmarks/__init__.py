@@ -1,1 +1,1 @@
-"""Benchmarks of lazystep. Run one as a module, from the root: `python -m benchmarks.recording`."""
+"""Benchmarks of lazystep. Run one from the repository's root: `python -m benchmarks.recording`."""

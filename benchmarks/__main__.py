@@ -1,9 +1,9 @@
-"""All benchmarks, one after the other, and what became of every goal.
+"""Run all benchmarks, one after the other, and list every goal as met or missed.
 
     python -m benchmarks [--quick]
 
-Writes `results/<name>.md` and `.json` for each, the plots, and `results/README.md` with all goals. The
-machine should be doing nothing else: each table says how much others used of it.
+Writes `results/<name>.md` and `results/<name>.json` for each benchmark, the plots, and `results/README.md`
+with all goals. The machine should do nothing else: each table shows how much processor time others took.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BENCHMARKS = ("recording", "closures", "steps", "sizes", "overlap")
 
 
 def summary(directory: Path) -> str:
-    """The goals of all reports in a directory, met or missed, with where each comes from."""
+    """A Markdown page: the reports in a directory, and all their goals with verdicts."""
     lines = ["# Results", ""]
     verdicts = []
     for name in BENCHMARKS:

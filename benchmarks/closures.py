@@ -1,11 +1,11 @@
-"""What reporting costs: the small GPT with loss, gradient norms and histograms in every step.
+"""Measure the cost of reporting: the small GPT logs loss, gradient norms and histograms in every step.
 
     python -m benchmarks.closures [--quick]
 
-Side by side, in processes of their own: eager with and without inline reporting; `@lazystep.step` with native
-steps and none, with sync closures, with async closures, and with async closures whose reductions are recorded
-into the step. There is no spare core: what a report computes is taken from the steps. `--quick` stays on the
-reference executable.
+The variants take turns, each in its own process: eager without reports, eager with inline reports, and native
+steps by `@lazystep.step` without reports, with sync closures, with async closures, and with async closures
+whose reductions are recorded into the step. There is no spare core, so a report's computation takes time from
+the steps. `--quick` stays on the reference executable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Reporting = Callable[[nn.Module, Tensor], None]
 
 
 def summarize(loss: Tensor, gradients: list[Tensor], weights: list[Tensor]) -> list[float]:
-    """What a diligent logger computes of one step."""
+    """The numbers that a thorough logger computes in one step."""
     numbers = [loss.item()]
     numbers += [gradient.norm().item() for gradient in gradients]
     for weight in weights:
@@ -45,7 +45,7 @@ def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def report_nothing(model: nn.Module, loss: Tensor) -> None:
-    """The baseline."""
+    """The baseline: no report."""
 
 
 def report_inline(model: nn.Module, loss: Tensor) -> None:
@@ -60,7 +60,7 @@ def report_by_closure(run_async: bool) -> Reporting:
 
 
 def report_recorded(model: nn.Module, loss: Tensor) -> None:
-    """Norms and histograms are part of the step; the closure gets numbers."""
+    """Norms and histograms are computed inside the step; the closure receives their results."""
     gradients, weights = tensors_of(model)
     norms = torch._foreach_norm(gradients)
     counts = []
@@ -92,7 +92,7 @@ class Worker:
         self.step = lazystep.step(train) if self.device == "lazy" else train
 
     def turn(self, num_steps: int) -> Mapping[str, float]:
-        """Seconds a step, from start to the last closure's end."""
+        """Seconds per step, from the start to the end of the last closure."""
         start = time.perf_counter()
         for _ in range(num_steps):
             self.step(*self.make_batch())
@@ -102,7 +102,7 @@ class Worker:
         return {self.name: (time.perf_counter() - start) / num_steps}
 
     def make_native(self, num_steps: int) -> Mapping[str, float]:
-        """Train until the step runs natively, on as many threads as suit it."""
+        """Train until the step runs natively and its number of threads is chosen."""
         if self.device == "lazy":
             for _ in range(4):
                 before = lazystep.metrics.counter_value("native_executions")

@@ -1,4 +1,4 @@
-"""Goals: bounds on measured numbers, each of them met or missed, and never forgotten in a report."""
+"""Goals are bounds on measured numbers. Every report lists each of its goals as met or missed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .timing import Table
 T = TypeVar("T")
 Numbers = Mapping[str, float | None]
 TITLE = "Goals"
-# Above this part of the processor's time, a verdict says little.
+# If others take more than this share of the processor's time, the verdicts are doubtful.
 MAX_OTHERS = 0.1
 
 
 @dataclass(frozen=True)
 class Goal(Generic[T]):
-    """A bound on a number, which has to hold for each model or for a mean over them.
+    """A bound on one number per model, or on the mean over all models.
 
-    `measure` gives the numbers by what they are of; None is a number that is missing.
+    `measure` returns the numbers by model or other name. None is a missing number.
     """
 
     text: str
@@ -30,9 +30,9 @@ class Goal(Generic[T]):
     scale: float = 1.0
 
     def judge(self, outcomes: T) -> tuple[str, str]:
-        """`met`, `missed` or `not measured`, and the numbers that it follows from.
+        """`met`, `missed` or `not measured`, and the numbers as text.
 
-        One number that is out of bounds is enough to miss; a missing one leaves the goal open otherwise.
+        One number out of bounds makes it `missed`. Otherwise one missing number makes it `not measured`.
         """
         numbers = self.measure(outcomes)
         cells = (f"{name} {self._format(number)}" for name, number in numbers.items())
@@ -54,7 +54,7 @@ class Goal(Generic[T]):
 
 
 def to_table(goals: Sequence[Goal[T]], outcomes: T, others: float) -> Table:
-    """Every goal with its verdict. `others`: the part of the processor that others used meanwhile."""
+    """Every goal with its verdict. `others`: the share of the processor that other processes used."""
     rows = [[goal.text, *goal.judge(outcomes)] for goal in goals]
     note = f"By medians. Others used up to {others:.0%} of the processor while this was measured."
     if others > MAX_OTHERS:

@@ -1,8 +1,9 @@
-"""The four models of `models` in JAX: same sizes, same losses, AdamW, the whole step one jitted function.
+"""The four models of `models` in JAX: same sizes, same losses, AdamW. The whole step is one jitted function.
 
-A peer of `steps`, run with the interpreter of an environment of its own (`make bench-peers`). Written as JAX
-is: pure functions over dictionaries of arrays, state donated, images channels-last, as XLA likes them.
-Batches are sampled on the host by NumPy. Parameters are drawn as torch draws them by default.
+`steps` runs this file as a peer, with the interpreter of a separate environment (`make bench-peers`). The
+code is idiomatic JAX: pure functions over dictionaries of arrays, donated state, and images in channels-last
+order, which XLA prefers. NumPy samples batches on the host. Parameters are drawn from torch's default
+distributions.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def conv(batch_size: int = 16, image_size: int = 32, num_classes: int = 10) -> W
         for number, (layer, running) in enumerate(zip(parameters["layers"], buffers, strict=True)):
             strides = (1 + number % 2,) * 2
             sizes = ("NHWC", "HWIO", "NHWC")
-            padding = [(1, 1), (1, 1)]  # torch's; "SAME" pads on one side where the stride is 2
+            padding = [(1, 1), (1, 1)]  # as in torch; with stride 2, "SAME" pads one side only
             x = jax.lax.conv_general_dilated(x, layer["kernel"], strides, padding, dimension_numbers=sizes)
             x, running = _batch_norm(layer, running, x)
             x = jax.nn.relu(x)
@@ -190,7 +191,7 @@ MODELS: dict[str, Callable[[], Workload]] = {"mlp": mlp, "gpt": gpt, "conv": con
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     parameters: Arrays
     buffers: Arrays
@@ -200,7 +201,7 @@ class State(NamedTuple):
 
 
 def make_step(loss_fn: Callable[..., tuple[Any, Arrays]]) -> Callable[..., tuple[State, Any]]:
-    """Forward, backward and AdamW as torch computes it, jitted as one; the old state's memory is reused."""
+    """Forward, backward and torch's AdamW as one jitted function. It reuses the old state's memory."""
 
     def step(state: State, x: Any, y: Any) -> tuple[State, Any]:
         value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
@@ -221,7 +222,7 @@ def make_step(loss_fn: Callable[..., tuple[Any, Arrays]]) -> Callable[..., tuple
 
 
 class Worker:
-    """Does the turns; the same tasks as `steps.Worker`'s where they make sense here."""
+    """Does the turns. It has those tasks of `steps.Worker` that apply to JAX."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -233,7 +234,7 @@ class Worker:
         return tasks[task](**details)
 
     def make(self, model: str) -> dict[str, float]:
-        """The model, its state, the step. Compiles nothing of the step."""
+        """Make the model, its state and the step. Nothing is compiled yet."""
         parameters, buffers, self.make_batch, loss_fn = MODELS[model]()
         # Two trees of zeros: donated memory must not be shared.
         first, second = (jax.tree_util.tree_map(jnp.zeros_like, parameters) for _ in range(2))
@@ -243,7 +244,7 @@ class Worker:
         return {"parameters": sum(p.size for p in jax.tree_util.tree_leaves(parameters))}
 
     def first(self) -> dict[str, float]:
-        """Seconds until the first step's loss is known: tracing and compiling included."""
+        """Seconds until the first step's loss is known, including tracing and compiling."""
         x, y = self.make_batch()
         start = time.perf_counter()
         self.state, loss = self.step(self.state, x, y)
@@ -251,12 +252,12 @@ class Worker:
         return {f"first step, {self.name}": time.perf_counter() - start}
 
     def ready(self) -> dict[str, float]:
-        """Steps that are not measured."""
+        """Run some steps that are not measured."""
         self.turn(10)
         return {}
 
     def turn(self, num_steps: int, is_busy: bool = False) -> dict[str, float]:
-        """Seconds per step, sampling included; beside a thread that spins in Python if `is_busy`."""
+        """Seconds per step, including sampling. If `is_busy`, another thread spins in Python meanwhile."""
         with spinning(is_busy):
             start = time.perf_counter()
             for _ in range(num_steps):

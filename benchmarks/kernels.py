@@ -1,10 +1,10 @@
-"""Where the time of a native step goes, kernel by kernel, and what Inductor's options make of it.
+"""Measure each kernel of a native step, and compare options of Inductor.
 
     python -m benchmarks.kernels [--models gpt,conv] [--quick]
 
-Builds the library of a model's training step once per set of options and runs them in turns, in one process,
-on the same inputs: the library alone, without recording or queue. One more build has its kernels marked, for
-torch's profiler. Every build takes a minute or so; not part of `python -m benchmarks`.
+Builds the library of a model's training step once per set of options. The libraries take turns in one process
+on the same inputs, without recording and without the queue. One more build marks its kernels for torch's
+profiler. A build takes about a minute, so `python -m benchmarks` does not include this benchmark.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NUM_ROWS = 14
 
 
 class Step(NamedTuple):
-    """A training step as the executor gets it."""
+    """A training step as the executor receives it."""
 
     program: Program
     inputs: Sequence[torch.Tensor]
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 def record(model_name: str) -> Step:
-    """The program of a model's step, and inputs of one run."""
+    """The program of a model's step, and the inputs of one run."""
     torch.manual_seed(0)
     model, make_batch, loss_fn = MODELS[model_name]()
     model.to("lazy")
@@ -83,7 +83,7 @@ def record(model_name: str) -> Step:
 
 
 def build(step: Step, options: Mapping[str, Any], directory: Path) -> NativeExecutable:
-    """The step's library, with these options. Raises `PeerError`."""
+    """Build the step's library with these options. Raises `PeerError` if the build fails."""
     slots = fixed_slots(step.program)
     fixed = {slot: step.scalars[slot] for slot in slots}
     num_threads = torch.get_num_threads()
@@ -110,7 +110,7 @@ def build(step: Step, options: Mapping[str, Any], directory: Path) -> NativeExec
 
 
 def turn(name: str, native: NativeExecutable, step: Step, num_runs: int) -> Mapping[str, float]:
-    """Seconds a run. State is updated in place, as in training."""
+    """Seconds per run. State is updated in place, as in training."""
     start = time.perf_counter()
     for _ in range(num_runs):
         native.run(list(step.inputs), step.scalars)

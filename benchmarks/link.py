@@ -1,7 +1,7 @@
-"""Two network namespaces joined by a link of limited rate, so that ranks on one machine feel a network.
+"""Join two network namespaces by a link of limited rate, so that ranks on one machine communicate slowly.
 
-Needs the right to make namespaces (root, or CAP_NET_ADMIN and CAP_SYS_ADMIN) and the tools `ip` and `tc`;
-`LinkError` says what is missing. Each end sends through a token bucket filter (`tc tbf`).
+This needs the right to make namespaces (root, or CAP_NET_ADMIN and CAP_SYS_ADMIN) and the tools `ip` and
+`tc`. Otherwise `LinkError` says what is missing. Each end sends through a token bucket filter (`tc tbf`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 
 class LinkError(Exception):
-    """The link could not be made; the message is fit for a table."""
+    """The link could not be made. The message is short enough for a table."""
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of a link: how to run a command there, and where it is."""
+    """One end of a link: the prefix of a command that runs there, its address and its interface."""
 
     prefix: list[str]
     address: str
@@ -38,7 +38,7 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def limited(gigabits: float) -> Iterator[list[End]]:
-    """The two ends of a link of so many Gbit/s in each direction; it is gone after the `with` block."""
+    """The two ends of a link with this rate in each direction. The `with` block's end removes the link."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LinkError(f"no `{tool}` on this machine")
@@ -52,7 +52,7 @@ def limited(gigabits: float) -> Iterator[list[End]]:
             made.append(name)
         pair = ["type", "veth", "peer", "name", interfaces[1], "netns", names[1]]
         _run("ip", "link", "add", interfaces[0], "netns", names[0], *pair)
-        # A bucket of 2 ms at full rate: smaller ones throttle below the rate, larger ones let bursts through.
+        # 2 ms at full rate. A smaller bucket throttles below the rate, a larger one lets bursts through.
         burst = str(int(gigabits * 1e9 / 8 * 0.002))
         for number, (name, interface) in enumerate(zip(names, interfaces, strict=True)):
             inside = ["ip", "netns", "exec", name]

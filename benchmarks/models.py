@@ -1,9 +1,9 @@
 """The four models that benchmarks and tests train, each as (model, make_batch, loss_fn).
 
-Small on purpose: at these sizes the cost per op shows, which large matrices would hide. They cover
-what makes recording hard: plain layers (mlp), views and a shared parameter (gpt), buffers that are
-updated in place (conv), a long unrolled loop (lstm). Imports torch alone, so that every variant of
-a benchmark, on whichever device, trains the same model:
+The models are small, because large matrices would hide the cost per op. They cover what makes recording hard:
+plain layers (mlp), views and a shared parameter (gpt), buffers that are updated in place (conv), a long
+unrolled loop (lstm). This file imports only torch, so that all variants of a benchmark can train the same
+model on any device:
 
     model, make_batch, loss_fn = MODELS["gpt"]()
     model.to(device)
@@ -26,10 +26,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Workload(NamedTuple):
-    """A model on the CPU, with what feeds it and what judges it.
+    """A model on the CPU, a function that makes its batches, and its loss function.
 
-    `make_batch(generator=None)` samples inputs and targets on the host, from the default generator
-    if none is given, as a data loader would. `loss_fn(output, target)` is a mean over the batch.
+    `make_batch(generator=None)` samples inputs and targets on the host, as a data loader would. Without an
+    argument it uses the default generator. `loss_fn(output, target)` is a mean over the batch.
     """
 
     model: nn.Module
@@ -38,8 +38,7 @@ class Workload(NamedTuple):
 
 
 def make_optimizer(model: nn.Module, **implementation: bool) -> torch.optim.Optimizer:
-    """AdamW as an ordinary script makes it: the implementation is torch's choice for the device, or
-    `foreach=True` or `fused=True`."""
+    """AdamW. Torch chooses its implementation, unless you pass `foreach=True` or `fused=True`."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **implementation)
 
 
@@ -92,7 +91,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer whose output layer is its token embedding (one tied parameter)."""
+    """A decoder-only transformer whose output layer and token embedding share one parameter."""
 
     def __init__(
         self, vocabulary: int, num_tokens: int, num_layers: int, width: int, num_heads: int, dropout: float
@@ -122,7 +121,7 @@ def gpt(
     num_tokens: int = 64,
     dropout: float = 0.0,
 ) -> Workload:
-    """A byte-level GPT: vocabulary of 256, next-byte prediction on random bytes."""
+    """A byte-level GPT with a vocabulary of 256 that predicts the next of random bytes."""
     vocabulary = 256
 
     def make_batch(generator: torch.Generator | None = None) -> Batch:
@@ -136,7 +135,7 @@ def gpt(
 
 
 def conv(batch_size: int = 16, image_size: int = 32, num_classes: int = 10) -> Workload:
-    """Five convolutions with batch norm; every second one halves the image."""
+    """Five convolutions with batch norm. Every second convolution halves the image."""
     channels = [3, 32, 64, 64, 128, 128]
     layers: list[nn.Module] = []
     for number, (before, after) in enumerate(itertools.pairwise(channels)):
@@ -170,7 +169,7 @@ class CellLoop(nn.Module):
 
 
 def lstm(num_steps: int = 24, width: int = 64, batch_size: int = 16) -> Workload:
-    """`nn.LSTMCell` in a loop; recalls the first element of the sequence."""
+    """`nn.LSTMCell` in a loop. The target is the first element of the sequence."""
 
     def make_batch(generator: torch.Generator | None = None) -> Batch:
         x = torch.randn(batch_size, num_steps, width, generator=generator)
@@ -183,6 +182,6 @@ MODELS: dict[str, Callable[..., Workload]] = {"mlp": mlp, "gpt": gpt, "conv": co
 
 
 def make_workload(name: str) -> Workload:
-    """A model by its name, or one of another width: `gpt:64`."""
+    """A model by its name, or by name and width: `gpt:64`."""
     kind, _, width = name.partition(":")
     return MODELS[kind](width=int(width)) if width else MODELS[kind]()

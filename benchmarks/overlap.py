@@ -1,16 +1,16 @@
-"""Updates that overlap with the reduction: 2 ranks over a limited link, and the memory of gradients.
+"""Measure overlapped updates with 2 ranks over a limited link, and the memory of gradients.
 
     python -m benchmarks.overlap [--quick]
 
-Per link (1 and 10 Gbit/s by `tc tbf` between two network namespaces, and the loopback without a limit), the
-same model trained by plain DDP, plain DDP with a fused optimizer, torch's private hook-then-optimizer, and
-`overlap_optimizer` with each of the two optimizers. Ranks have one thread each. Goals: not slower than plain
-DDP within the confidence interval, ahead where the link is the bottleneck. Links that can't be made are
-skipped with the reason.
+The links are 1 and 10 Gbit/s (`tc tbf` between two network namespaces) and the loopback without a limit. A
+link that can't be made is skipped with the reason. Over each link these variants train the same model: plain
+DDP, plain DDP with a fused optimizer, torch's private hook-then-optimizer, and `overlap_optimizer` with each
+of the two optimizers. Each rank has one thread. Goals: not slower than plain DDP within the confidence
+interval, and faster where the link is the bottleneck.
 
-Then the peak memory of `optimizer_in_backward` against the plain loop, by the profiler's allocation
-events, on a model whose activations and largest gradient are each under 5 % of all gradients. Goal: at
-least 90 % of the gradients' memory saved.
+Then the peak memory of `optimizer_in_backward` is compared with the plain loop's, by the profiler's
+allocation events. The model's activations and its largest gradient are each below 5 % of all gradients. Goal:
+at least 90 % of the gradients' memory is saved.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def adamw(parameters: Any, fused: bool) -> torch.optim.Optimizer:
 
 
 class Variant:
-    """One way to train, on one rank: the model of its own, and what a step is."""
+    """One way to train, on one rank, with its own model."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ class Variant:
         self.handle: Any = None
         if name == "torch's private hook":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # importing its functional optimizers warns
+                warnings.simplefilter("ignore")  # importing torch's functional optimizers warns
                 self.ddp._register_fused_optim(torch.optim.AdamW, lr=1e-3)
             return
         self.optimizer = adamw(self.ddp.parameters(), fused="fused" in name)
@@ -84,12 +84,12 @@ class Variant:
 
 
 VARIANTS = ["plain", "plain, fused", "torch's private hook", "lazystep", "lazystep, fused"]
-# What each variant of ours is compared with: the same optimizer, stepped after backward.
+# The baseline of each overlapped variant: the same optimizer, stepped after backward.
 BASELINES = {"lazystep": "plain", "lazystep, fused": "plain, fused", "torch's private hook": "plain"}
 
 
 class Rank:
-    """A rank's side: answers requests for turns, in step with the other rank."""
+    """One rank's process: it runs the requested turns together with the other rank."""
 
     def __init__(self, place: str) -> None:
         rank, address, port, interface = place.split()
@@ -145,7 +145,7 @@ def measure_link(ends: Sequence[End], port: int, is_quick: bool) -> Measurements
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The median of paired ratios and its 95 % confidence interval, by bootstrap."""
+    """The median of paired ratios and the two ends of its 95 % confidence interval, by bootstrap."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
     return statistics.median(ratios), medians[100], medians[-101]
@@ -183,7 +183,7 @@ def link_table(links: Mapping[str, Measurements], skipped: Mapping[str, str]) ->
 
 
 def peak_of_a_step(in_backward: bool, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[int, int, int]:
-    """Bytes: the peak above the start of a step, of all gradients, of the largest one."""
+    """Bytes: the peak of a step above its start, all gradients, the largest gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(*(module for _ in range(40) for module in (nn.Linear(256, 256), nn.Tanh())))
     optimizer = make(model.parameters())
@@ -211,7 +211,7 @@ def peak_of_a_step(in_backward: bool, make: Callable[[Any], torch.optim.Optimize
 
 
 def memory_rows() -> dict[str, tuple[list[str], float]]:
-    """For each optimizer the cells of its row, and the part of the gradients' memory that is saved."""
+    """For each optimizer: the cells of its row, and the saved share of the gradients' memory."""
     kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "AdamW": lambda p: torch.optim.AdamW(p),
@@ -238,13 +238,13 @@ def memory_table(rows: Mapping[str, tuple[list[str], float]]) -> Table:
 
 
 class Outcome(NamedTuple):
-    """What goals are about: links by name, and the saved part of the gradients' memory by optimizer."""
+    """The measurements by link, and the saved share of the gradients' memory by optimizer."""
 
     links: Mapping[str, Measurements]
     saved: Mapping[str, float]
 
     def rates(self, bound: int) -> Numbers:
-        """Rate of our variant, plain DDP = 1: the median (0), or an end of its interval (1, 2)."""
+        """Rate of `lazystep`, plain DDP = 1: the median (0), or an end of its interval (1 or 2)."""
         numbers: dict[str, float | None] = {}
         for link, m in self.links.items():
             pairs = zip(m.samples[BASELINES["lazystep"]], m.samples["lazystep"], strict=True)

@@ -1,8 +1,8 @@
-"""Pictures of the results on disk: step time against model size, and the cost of reporting.
+"""Draw the results on disk: step time against model size, and the cost of reporting.
 
     python -m benchmarks.plots
 
-Reads `results/*.json`, writes `results/*.svg`. Needs matplotlib (`pip install lazystep[bench]`).
+Reads `results/*.json` and writes `results/*.svg`. Needs matplotlib (`pip install lazystep[bench]`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ COLORS = {"eager": "#888888", "torch.compile(step)": "#d08770", "lazystep step":
 
 
 def load(name: str) -> dict[str, Any]:
-    """A report as it was written; raises `FileNotFoundError` if it never was."""
+    """A report from disk. Raises `FileNotFoundError` if there is none."""
     report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return report
 
 
 def draw_sizes() -> None:
-    """Step time against width, on logarithmic axes; bars are quartiles."""
+    """Step time against width on logarithmic axes. Bars are quartiles."""
     measured = load("sizes")["measurements"]
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for variant, color in COLORS.items():
@@ -51,7 +51,7 @@ def draw_sizes() -> None:
 
 
 def draw_closures() -> None:
-    """What a report of every step costs."""
+    """Step time with each way of reporting."""
     samples = load("closures")["measurements"]["all"]["samples"]
     names = list(samples)[::-1]
     spreads = [Spread.of(samples[name]) for name in names]

@@ -1,28 +1,25 @@
-"""What recording costs, what a barrier costs, and what the reference executable makes of the program.
+"""Measure recording, the barrier, and the reference executable.
 
     python -m benchmarks.recording [--quick]
 
-Eager, lazystep with its native recorder where it was built, lazystep with the Python one, and
-torch._lazy take turns, each in its own process (torch._lazy claims the same device as lazystep; for
-eager see `timing`). Goals: natively an op is recorded in 3 µs or less on average, all of the loop's
-Python included, and a barrier of the small GPT takes 50 µs or less; in Python 15 µs an op; the
-reference executable runs a step's program at eager's rate or better.
+Eager, lazystep and torch._lazy take turns. Each has its own process: torch._lazy and lazystep register the
+same device, and `timing` says why eager is apart. Goals: recording an op takes 3 µs or less on average,
+including all Python of the loop. A barrier of the small GPT takes 50 µs or less. The reference executable
+runs a step's program at eager's rate or faster.
 
-Recording is timed on the training thread while the executor is idle: a step is recorded, queued, and
-waited for before the next one begins. Where an op of a step needs values, and so waits inside the
-step, that wait is taken off; the table says how many there were.
+Recording is timed on the training thread while the executor is idle: each step is recorded, queued and waited
+for before the next one begins. If an op needs values, it waits inside the step. This wait is subtracted, and
+the table shows the number of such waits.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,31 +29,31 @@ from .goals import Goal, Numbers, to_table
 from .models import make_optimizer, make_workload
 from .timing import Measurements, Neighbours, Peer, Report, Table, interleave, machine, peers, serve
 
-SYSTEMS = ("eager", "lazystep", "python recorder", "torch._lazy")
-# By name: what the optimizer is told. The default is torch's own choice for the device.
+SYSTEMS = ("eager", "lazystep", "torch._lazy")
+# By name: arguments of the optimizer. The default is torch's own choice for the device.
 OPTIMIZERS: dict[str, dict[str, bool]] = {
     "default": {},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-# Long enough for the slowest turn of a system that works, short enough for the whole run.
+# Long enough for the slowest turn of a working system, short enough to bound the whole run.
 PEER_TIMEOUT = 25.0
-# For the single ops, and for each model: no new round begins after this.
+# No new round begins after this many seconds. It applies to the single ops and to each model.
 MAX_SECONDS = 32.0
-# The column that tells how far a row is to be trusted: small is good.
+# A row with a large number in this column is doubtful.
 OTHERS = "processor time taken by others"
 NUM_OPS = 1000
-# So that each turn takes a few tenths of a second.
+# With these numbers a turn takes a few tenths of a second.
 NUM_STEPS = {"mlp": 40, "gpt": 8, "conv": 8, "lstm": 20}
 # torch._lazy takes up to a hundred times as long for a step.
 NUM_STEPS_TORCH_LAZY = 2
 
 
-# -- a peer's side: do the work, measure it ----------------------------------------------------
+# -- in the peer's process: do the work and measure it -----------------------------------------
 
 
 class System(NamedTuple):
-    """How one system ends a step. Eager's steps end by themselves."""
+    """How one system ends a step. In eager both functions do nothing."""
 
     name: str
     device: str
@@ -64,21 +61,11 @@ class System(NamedTuple):
     wait: Callable[[], None]
 
 
-def has_native_recorder() -> bool:
-    """Whether it was built: known without importing lazystep, which reads its settings then."""
-    spec = importlib.util.find_spec("lazystep")
-    assert spec is not None
-    assert spec.origin is not None
-    return any(Path(spec.origin).parent.glob("record/native/_recorder*.so"))
-
-
 def load_system(name: str) -> System:
-    """Import and start one system; only one per process."""
+    """Import and start one system. A process can start only one."""
     if name == "eager":
         return System(name, "cpu", lambda: None, lambda: None)
-    if name in ("lazystep", "python recorder"):
-        is_native = name == "lazystep" and has_native_recorder()
-        os.environ["LAZYSTEP_RECORDER"] = "native" if is_native else "python"
+    if name == "lazystep":
         import lazystep
 
         return System(name, "lazy", lazystep.mark_step, lazystep.wait_device_ops)
@@ -90,7 +77,7 @@ def load_system(name: str) -> System:
 
 
 class Trainer:
-    """An ordinary training loop's state: one model and its optimizer on one device."""
+    """The state of an ordinary training loop: one model and its optimizer on one device."""
 
     def __init__(self, model: str, device: str, optimizer: str = "default") -> None:
         torch.manual_seed(0)
@@ -107,8 +94,8 @@ class Trainer:
         return loss
 
 
-# By name: whether autograd watches, and the op. Each gets the result of the one before and a
-# constant tensor of 4 x 4 elements: small enough that running it costs next to nothing.
+# By name: whether autograd is on, and the op. Its arguments are the result of the previous call and a
+# constant tensor. Both have 4 x 4 elements, so that running the op costs almost nothing.
 OPS: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "`x + y`": (False, lambda x, y: x + y),
     "`x + y`, with autograd": (True, lambda x, y: x + y),
@@ -132,7 +119,7 @@ class Worker:
         return tasks[task](**details)
 
     def ops(self, op: str) -> dict[str, float]:
-        """Seconds that the training thread spends on one op; the barrier is not part of it."""
+        """Seconds that the training thread spends on one op, without the barrier."""
         watched, function = OPS[op]
         x = torch.ones(4, 4).to(self.system.device)
         y = torch.ones(4, 4).to(self.system.device).requires_grad_(watched)
@@ -146,7 +133,7 @@ class Worker:
         return {f"{self.system.name} {op}": seconds / NUM_OPS}
 
     def loop(self, model: str, num_steps: int) -> dict[str, float]:
-        """Seconds per step of the plain loop, host-side sampling included; and what sampling takes of it."""
+        """Seconds per step of the plain loop, with and without the sampling of batches on the host."""
         trainer = self._trainer(model)
         sampling = 0.0
         start = time.perf_counter()
@@ -158,12 +145,12 @@ class Worker:
             self.system.mark_step()
         self.system.wait()
         seconds = time.perf_counter() - start
-        del loss  # held until here, as a loop that reports it would
+        del loss  # kept until here, as in a loop that reports the loss
         name = self.system.name
         return {f"{name} loop": seconds / num_steps, f"{name} step": (seconds - sampling) / num_steps}
 
     def phases(self, model: str, num_steps: int, optimizer: str = "default") -> dict[str, float]:
-        """Of lazystep: recording, barrier and execution apart, each while the other thread is idle."""
+        """Seconds of recording, barrier and execution in lazystep, each while the other thread is idle."""
         from lazystep import metrics
 
         trainer = self._trainer(model, optimizer)
@@ -199,7 +186,7 @@ class Worker:
         return {f"{name} {quantity}": value for quantity, value in numbers.items()}
 
 
-COLUMNS = ("lazystep", "python recorder", "torch._lazy", "eager")
+COLUMNS = ("lazystep", "torch._lazy", "eager")
 COUNTERS = (
     "cache_misses",
     "instructions_recorded",
@@ -214,7 +201,7 @@ COUNTERS = (
 
 
 def measure_ops(systems: Mapping[str, Peer], num_repeats: int) -> Measurements:
-    """Single ops, all systems."""
+    """Single ops in all systems."""
     turns = {
         f"{name} {op}": functools.partial(peer.ask, task="ops", op=op)
         for op in OPS
@@ -233,7 +220,6 @@ def measure_model(systems: Mapping[str, Peer], model: str, num_repeats: int, num
     turns = {
         "eager": functools.partial(ask["eager"], task="loop", num_steps=num_steps),
         "phases": functools.partial(ask["lazystep"], task="phases", num_steps=num_steps),
-        "phases in Python": functools.partial(ask["python recorder"], task="phases", num_steps=num_steps),
         **{
             f"phases, {how}": functools.partial(
                 ask["lazystep"], task="phases", num_steps=num_steps, optimizer=how
@@ -269,21 +255,19 @@ def ops_table(measured: Measurements) -> Table:
 def recording_table(models: Mapping[str, Measurements]) -> Table:
     rows = []
     for model, m in models.items():
-        for system in ("lazystep", "python recorder"):
-            counts = ("instructions", "programs", "synchronizations")
-            row = [model, system, *(f"{m.spread(f'{system} {name}').median:g}" for name in counts)]
-            row.append(m.spread(f"{system} recording an op").format(1e6, 1))
-            row.append(m.spread(f"{system} recording").format(1e3))
-            row.append(m.spread(f"{system} barrier").format(1e6, 0))
-            rows.append([*row, f"{sum(m.samples[f'{system} cache misses']):g}", f"{m.others:.0%}"])
-    columns = ["model", "recorder", "instructions", "programs", "synchronizations"]
+        counts = ("instructions", "programs", "synchronizations")
+        row = [model, *(f"{m.spread(f'lazystep {name}').median:g}" for name in counts)]
+        row.append(m.spread("lazystep recording an op").format(1e6, 1))
+        row.append(m.spread("lazystep recording").format(1e3))
+        row.append(m.spread("lazystep barrier").format(1e6, 0))
+        rows.append([*row, f"{sum(m.samples['lazystep cache misses']):g}", f"{m.others:.0%}"])
+    columns = ["model", "instructions", "programs", "synchronizations"]
     columns += ["recording, µs an op", "recording, ms a step", "barrier, µs", "cache misses", OTHERS]
     average = statistics.mean(m.spread("lazystep recording an op").median for m in models.values())
     note = (
-        "Per step: forward, backward, AdamW, with all of the loop's own Python. Goal: 3 µs an op on average "
-        f"over the models, which is {average * 1e6:.1f} here; 15 in Python. "
-        "Where ops synchronize, the wait is not in it, but what they then compute on the training thread is. "
-        "Cache misses: in all measured steps together."
+        "Per step: forward, backward, AdamW, and all Python of the loop. Goal: 3 µs an op, averaged over the "
+        f"models; measured: {average * 1e6:.1f}. If ops synchronize, their waits are not included, but their "
+        "computations on the training thread are. Cache misses: the sum over all measured steps."
     )
     return Table("Recording a training step", columns, rows, note)
 
@@ -387,7 +371,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=SYSTEMS, help="serve turns of one system as JSON (used internally)")
     arguments = parser.parse_args()
     if arguments.peer:
-        # This is about recording and the reference executable: no compiler is to work beside them.
+        # No compiler may run beside the measured recording and reference executable.
         os.environ["LAZYSTEP_TIER"] = "reference"
         serve(Worker(load_system(arguments.peer)).work)
         return

@@ -1,9 +1,9 @@
-"""Step time against model size: where recording, replaying and compiling pay.
+"""Measure step time against model size.
 
     python -m benchmarks.sizes [--quick]
 
-The small GPT in several widths, trained by eager, by `torch.compile` of its step and by `@lazystep.step` with
-native steps, in processes of their own that take turns. `plots` draws it.
+Trains the small GPT in several widths with eager, with `torch.compile` of the step, and with native steps by
+`@lazystep.step`. The variants take turns, each in its own process. `plots` draws the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .timing import Measurements, Neighbours, Report, Table, interleave, machine
 
 WIDTHS = (32, 64, 128, 256)
 VARIANTS = (EAGER, COMPILED_STEP, STEP)
-# So that a turn of the narrowest takes half a second, and one of the widest a few.
+# With this number a turn takes half a second for the narrowest model and a few seconds for the widest.
 NUM_STEPS = 24
 
 

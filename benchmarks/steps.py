@@ -1,14 +1,14 @@
-"""The training-step table: lazystep's native steps against eager, torch.compile, torch._lazy and JAX.
+"""Measure training steps: lazystep's native steps against eager, torch.compile, torch._lazy and JAX.
 
     python -m benchmarks.steps [--quick] [--models gpt,lstm]
 
-Each variant trains the same four models with AdamW, in a process of its own, and all take turns in rounds.
-Before each step the training thread samples the batch on the host. Beside the steady state: first steps, the
-time until the native step takes over and what its build costs meanwhile, the start with a library on
-disk, the rate beside a busy Python thread, and the cost of one replay call. `steps_report` has the goals.
+Each variant trains the same four models with AdamW in its own process, and all variants take turns in rounds.
+Before each step the training thread samples the batch on the host. Other numbers: the first step, the time
+until the first native step, the cost of the build for the steps meanwhile, the start with a library on disk,
+the rate beside a busy Python thread, and the cost of one replay call. `steps_report` has the goals.
 
-JAX takes part where `make bench-peers` has made its environment. Libraries and compiled code go to
-temporary directories: every start but the warm one is a cold one.
+JAX takes part if `make bench-peers` has made its environment. Libraries and compiled code go to temporary
+directories, so every start except the warm start is cold.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ from .timing import (
 )
 
 JAX_PYTHON = Path(__file__).parent.parent / ".venv-jax" / "bin" / "python"
-# A whole step that torch compiles, or a library that is built, may take minutes.
+# torch.compile of a whole step and the build of a library may take minutes.
 PEER_TIMEOUT = 600.0
 BUILD_TIMEOUT = 500.0
-# So that each turn takes about a second, many times what it takes to fill and drain the queue.
+# With these numbers a turn takes about a second, much longer than filling and draining the queue.
 NUM_STEPS = {"mlp": 160, "gpt": 20, "conv": 20, "lstm": 80}
 # torch._lazy takes up to a hundred times as long for a step.
 NUM_STEPS_TORCH_LAZY = 2
 # Enough for torch.compile's last recompilation and for the choice of a library's number of threads.
 NUM_STEPS_READY = 30
-# Calls in a row that all find a place among the steps in flight (four by default).
+# Below the limit of steps in flight (four by default), so that no call waits for a place.
 NUM_CALLS = 3
 
 
 class Plan(NamedTuple):
-    """How long to measure."""
+    """Numbers of repeats and time limits of a run."""
 
     num_repeats: int
     num_busy_repeats: int
@@ -89,7 +89,7 @@ FULL = Plan(9, 4, 40, 40, 90.0, 1)
 QUICK = Plan(2, 2, 20, 10, 20.0, 8)
 
 
-# -- a peer's side: do the work, measure it ----------------------------------------------------
+# -- in the peer's process: do the work and measure it ----------------------------------------------------
 
 
 def _nothing() -> None:
@@ -97,7 +97,7 @@ def _nothing() -> None:
 
 
 def step_function(trainer: Trainer) -> Callable[[Tensor, Tensor], Tensor]:
-    """The step as a function of the batch, as an ordinary script would decorate it."""
+    """The step as a function of the batch, as in a script that decorates it."""
     model, optimizer, loss_fn = trainer.model, trainer.optimizer, trainer.loss_fn
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -111,27 +111,27 @@ def step_function(trainer: Trainer) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def start(variant: str) -> System:
-    """Import and start what the variant needs, so that no first step has to."""
-    import torch._dynamo  # torch.optim does it in its first step otherwise
+    """Import and start everything that the variant needs, so that its first step imports nothing."""
+    import torch._dynamo  # otherwise torch.optim imports it in the first step
 
     if variant in (COMPILED_MODEL, COMPILED_STEP):
         import torch._inductor.compile_fx  # noqa: F401
     if variant == LOOP:
         return load_system("lazystep")
-    if variant == STEP:  # barriers stand around each call
+    if variant == STEP:  # each call begins and ends with a barrier
         return load_system("lazystep")._replace(mark_step=_nothing)
     return load_system("torch._lazy" if variant == TORCH_LAZY else "eager")
 
 
 class Worker:
-    """Does the turns of one variant, on one model."""
+    """Does the turns of one variant on one model."""
 
     def __init__(self, variant: str) -> None:
         self.name = variant
         self.system = start(variant)
 
     def work(self, task: str, **details: Any) -> Mapping[str, float]:
-        """Do the named task; `make` has to be the first."""
+        """Do the named task. The first task must be `make`."""
         tasks: dict[str, Callable[..., Mapping[str, float]]] = {
             "make": self.make,
             "first": self.first,
@@ -144,7 +144,7 @@ class Worker:
         return tasks[task](**details)
 
     def make(self, model: str) -> dict[str, float]:
-        """The model on its device, its optimizer and its step. Runs none."""
+        """Make the model on its device, its optimizer and its step. No step runs."""
         trainer = Trainer(model, self.system.device)
         if self.name == FUSED:
             trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3, fused=True)
@@ -174,18 +174,18 @@ class Worker:
         return {f"first step, {self.name}": time.perf_counter() - start}
 
     def train(self, num_steps: int) -> list[float]:
-        """Train and return the time of each step: on the training thread, which a full queue holds up."""
+        """Train and return the training thread's time for each step, including waits for a full queue."""
         seconds = []
         for _ in range(num_steps):
             before = time.perf_counter()
             loss = self.step(*self.make_batch())
             self.system.mark_step()
             seconds.append(time.perf_counter() - before)
-        del loss  # held until here, as a loop that reports it would
+        del loss  # kept until here, as in a loop that reports the loss
         return seconds
 
     def until_native(self) -> dict[str, float]:
-        """Train on until a step has run natively. Seconds since the first barrier, and of steps meanwhile."""
+        """Train until a step has run natively. Seconds since the first barrier, and seconds per step."""
         from lazystep import metrics
 
         seconds: list[float] = []
@@ -203,19 +203,19 @@ class Worker:
         return numbers | _distribution(seconds, WHILE_BUILDING)
 
     def without_build(self, num_steps: int) -> dict[str, float]:
-        """The same steps on the reference executable, nothing being built."""
+        """Seconds per step on the reference executable without a build in the background."""
         import lazystep
 
         lazystep.wait_for_compile()
         lazystep.wait_device_ops()
         with lazystep.config.override(tier="reference"):
-            self.train(lazystep.config.settings.max_in_flight)  # which wait for nothing
+            self.train(lazystep.config.settings.max_in_flight)  # these find free places, so they do not wait
             seconds = self.train(num_steps)
             lazystep.wait_device_ops()
         return _distribution(seconds, WITHOUT_BUILD)
 
     def ready(self) -> dict[str, float]:
-        """Train until steps are as fast as they get: compiled, native, the number of threads chosen."""
+        """Train until steps are compiled or native, and the number of threads is chosen."""
         num_steps = NUM_STEPS_TORCH_LAZY if self.name == TORCH_LAZY else NUM_STEPS_READY
         self.train(num_steps)
         self.system.wait()
@@ -229,7 +229,7 @@ class Worker:
         return {}
 
     def turn(self, num_steps: int, is_busy: bool = False) -> dict[str, float]:
-        """Seconds per step, sampling included; beside a thread that spins in Python if `is_busy`."""
+        """Seconds per step, including sampling. If `is_busy`, another thread spins in Python meanwhile."""
         before = self._num_native()
         with spinning(is_busy):
             start = time.perf_counter()
@@ -244,7 +244,7 @@ class Worker:
         return numbers
 
     def calls(self) -> dict[str, float]:
-        """What one call costs the training thread, while none has to wait for a place in the queue."""
+        """Seconds of the training thread for one call, while the queue has free places."""
         batches = [self.make_batch() for _ in range(NUM_CALLS)]
         self.system.wait()
         seconds = []
@@ -275,7 +275,7 @@ def _distribution(seconds: Sequence[float], phase: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def started(variants: Sequence[str], directory: Path) -> Iterator[dict[str, Peer]]:
-    """A process per variant, with caches of its own but for lazystep's, which share theirs."""
+    """One process per variant. Each has its own cache, except that lazystep's variants share one."""
     threads = str(torch.get_num_threads())
     environs = {
         COMPILED_MODEL: {"TORCHINDUCTOR_CACHE_DIR": str(directory / "compiled-model")},
@@ -296,21 +296,21 @@ def started(variants: Sequence[str], directory: Path) -> Iterator[dict[str, Peer
 
 
 def available(variants: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The variants that can run here, and why the others can't."""
+    """The variants that can run on this machine, and for each other variant the reason."""
     if JAX_PYTHON.exists():
         return list(variants), {}
     return [name for name in variants if name != JAX], {JAX: "skipped: no .venv-jax (make bench-peers)"}
 
 
 def prepare(systems: Mapping[str, Peer], model: str, plan: Plan, once: Measurements) -> dict[str, str]:
-    """Start every variant, one after the other, and measure how. Returns the failures, by variant."""
+    """Start the variants one after the other and measure their starts. Returns the failures by variant."""
     failures = {}
 
     def measure(peer: Peer, task: str, **details: Any) -> None:
         for name, value in peer.ask(task=task, **details).items():
             once.samples.setdefault(name, []).append(value)
 
-    # Imports are over before anything is measured.
+    # All imports finish before the first measurement.
     made = {}
     for name, peer in systems.items():
         try:
@@ -337,7 +337,7 @@ def prepare(systems: Mapping[str, Peer], model: str, plan: Plan, once: Measureme
 
 
 def measure_warm_start(model: str, directory: Path, once: Measurements) -> None:
-    """In a new process, with the libraries that the others have left."""
+    """Measure the time until native in a new process that finds the library on disk."""
     with started([LOOP], directory) as systems:
         try:
             for task in ({"task": "make", "model": model}, {"task": "first"}):
@@ -348,7 +348,7 @@ def measure_warm_start(model: str, directory: Path, once: Measurements) -> None:
 
 
 def measure_model(model: str, plan: Plan, directory: Path) -> Outcome:
-    """Everything about one model."""
+    """All measurements of one model."""
     variants, missing = available(VARIANTS)
     once = Measurements()
     num_steps = max(NUM_STEPS[model] // plan.steps_divisor, 2)
@@ -418,7 +418,7 @@ def main() -> None:
         parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     report = run(models, QUICK if arguments.quick else FULL)
     print(report.to_markdown())
-    # Part of a table would replace all of it.
+    # A run of some models must not replace the report of all models.
     if not arguments.quick and set(models) == MODELS.keys():
         report.write()
 

@@ -1,8 +1,8 @@
-"""What `steps` makes of its measurements: the tables, and which goals were met.
+"""Tables and goals from the measurements of `steps`. This file measures nothing.
 
-Nothing is run here. Names of numbers: a variant's own name is its seconds a step; `<variant>, busy` the
-same beside a spinning thread; `<variant>, native` the part of its steps that ran natively; all others
-(`first step, <variant>`, `until native`, `warm start`, ...) are seconds.
+Names of numbers: `<variant>` is its seconds per step. `<variant>, busy` is the same beside a spinning thread.
+`<variant>, native` is the share of its steps that ran natively. All other numbers (`first step, <variant>`,
+`until native`, `warm start`, ...) are seconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP = (
 )
 TORCH_LAZY, JAX, LOOP, STEP = "torch._lazy", "JAX jit", "lazystep loop", "lazystep step"
 VARIANTS = (EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP, TORCH_LAZY, JAX, LOOP, STEP)
-# Whose first step is reported; the rest start as one of these does.
+# The variants whose first step is reported. Each other variant starts like one of these.
 FIRST_STEPS = (EAGER, COMPILED_MODEL, JAX, LOOP)
-# Measured beside a thread that spins in Python.
+# The variants that are also measured beside a thread that spins in Python.
 BUSY = (EAGER, COMPILED_MODEL, JAX, LOOP, STEP)
 WHILE_BUILDING, WITHOUT_BUILD = "while building", "without a build"
 REPLAY_CALL = "replay call"
@@ -33,21 +33,21 @@ OTHERS = "processor time taken by others"
 
 
 class Outcome(NamedTuple):
-    """All that was measured of one model: in rounds, once, and in rounds beside a spinning thread."""
+    """The measurements of one model: in rounds, once, and in rounds beside a spinning thread."""
 
     steps: Measurements
     once: Measurements
     busy: Measurements
 
     def median(self, name: str) -> float | None:
-        """The median of one number, of whichever measurement; None if there is none."""
+        """The median of a number from the first measurement that has it; None if there is none."""
         for measured in self:
             if name in measured.samples and name not in measured.failures:
                 return measured.spread(name).median
         return None
 
     def rate(self, variant: str, baseline: str = EAGER) -> float | None:
-        """How many times as fast as the baseline, by round; None if one of them failed."""
+        """Rate relative to the baseline, by round; None if one of the two failed."""
         if not {variant, baseline} <= self.steps.samples.keys() - self.steps.failures.keys():
             return None
         return self.steps.speedup(variant, baseline).median
@@ -57,7 +57,7 @@ Outcomes = Mapping[str, Outcome]
 
 
 def geometric_mean(rates: Sequence[float]) -> float:
-    """The mean of ratios."""
+    """The geometric mean, which suits ratios."""
     return math.exp(statistics.fmean(map(math.log, rates)))
 
 
@@ -74,7 +74,7 @@ def _mean_rate(variant: str) -> Callable[[Outcomes], Numbers]:
 
 
 def _rates(variant: str, baselines: Sequence[str]) -> Callable[[Outcomes], Numbers]:
-    """Against the fastest of the baselines that could be measured."""
+    """Rates relative to the fastest baseline that was measured."""
 
     def measure(outcomes: Outcomes) -> Numbers:
         numbers: dict[str, float | None] = {}
@@ -99,7 +99,7 @@ def _medians(name: str, less: str = "", only: str = "") -> Callable[[Outcomes], 
 
 
 _AHEAD = 1.0
-# An audit of a captured step may need a library that no other step has.
+# Below 1, because an audit of a captured step may record a program that has no library yet.
 _NATIVE = 0.99
 
 
@@ -253,7 +253,7 @@ _README_COLUMNS = (EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP, JAX, LOOP, STEP)
 
 
 def readme_table(report: Mapping[str, Any]) -> str:
-    """Medians of a report that was written: ms a step, and the rate of `@lazystep.step`."""
+    """The README's table from a report on disk: median ms per step, and the rate of `@lazystep.step`."""
     lines = [
         f"| ms a training step | {' | '.join(_README_COLUMNS)} | step against eager |",
         "|---" * (len(_README_COLUMNS) + 2) + "|",

@@ -1,16 +1,16 @@
-"""How every benchmark measures: turns that alternate in one run, medians with their spread, ratios by round.
+"""How all benchmarks measure: alternating turns in one run, medians with their spread, ratios by round.
 
-A *turn* does a fixed amount of work and returns the numbers it measured, by name. `interleave` warms
-all turns up and then runs them in rounds, one after the other, so that a machine that slows down
-slows all of them. A ratio is taken within each round before its median is taken, for the same reason.
+A *turn* does a fixed amount of work and returns the measured numbers by name. `interleave` warms up all turns
+and then runs them in rounds, one after the other. So a machine that becomes slower slows all of them. For the
+same reason a ratio is taken within each round, and then the median of these ratios.
 
-Variants that must not share a process each get a `Peer`: OpenMP gives every thread that computes a
-pool of its own, and pools that compete for the cores slow each other down, so eager steps measured
-beside an executor thread would look slower than they are.
+A variant that must not share a process is a `Peer`. OpenMP gives a separate pool to every thread that
+computes, and pools that compete for cores slow each other down. Eager steps measured beside an executor
+thread would look slower than they are.
 
-On a machine that others use, set `OMP_NUM_THREADS=1`. Threads that spin while the one they wait for has
-no core slow a step down tenfold and more, and not equally for each variant. `OMP_WAIT_POLICY=passive`
-is no way out: it alone makes eager's small kernels take twice as long.
+On a shared machine, set `OMP_NUM_THREADS=1`. OpenMP threads spin while they wait for a thread that has no
+core. This can slow a step down ten times or more, and not equally for each variant. `OMP_WAIT_POLICY=passive`
+does not help: it doubles the time of eager's small kernels.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class PeerError(Exception):
-    """A peer could not do its turn; the message is fit for a table."""
+    """A peer could not do its turn. The message is short enough for a table."""
 
 
 class Spread(NamedTuple):
-    """The median of some samples, and the quartiles around it."""
+    """The median of some samples and their quartiles."""
 
     median: float
     low: float
@@ -51,7 +51,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """The spread of samples; of a single one, itself."""
+        """The spread of samples. A single sample is its own median and quartiles."""
         if len(samples) < 2:
             return cls(samples[0], samples[0], samples[0])
         low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -65,9 +65,9 @@ class Spread(NamedTuple):
 
 @dataclass
 class Measurements:
-    """What turns measured: by name, one sample per round; and the reasons of turns that failed.
+    """Samples by name, one per round, and the reasons of failed turns.
 
-    `others`: the part of the processor's time that other processes took meanwhile, see `Neighbours`.
+    `others`: the share of the processor's time that other processes took meanwhile, see `Neighbours`.
     """
 
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Measurements:
         return Spread.of(self.samples[name])
 
     def speedup(self, name: str, baseline: str) -> Spread:
-        """How many times as fast as the baseline: above 1 is faster. Both are times."""
+        """Rate relative to the baseline, by round: above 1 is faster. Both names stand for times."""
         pairs = zip(self.samples[baseline], self.samples[name], strict=True)
         return Spread.of([base / time for base, time in pairs])
 
@@ -91,10 +91,10 @@ def interleave(
     max_seconds: float,
     may_fail: Sequence[str] = (),
 ) -> Measurements:
-    """Run all turns in rounds. One of `may_fail` that raises `PeerError` is left out from then on.
+    """Run all turns in rounds. A turn in `may_fail` that raises `PeerError` is left out of later rounds.
 
-    No round begins after `max_seconds`, so that a slow machine gives fewer samples, not a longer run;
-    two are always measured.
+    No round begins after `max_seconds`, so a slow machine gives fewer samples instead of a longer run. At
+    least two rounds are measured.
     """
     measured = Measurements()
     going = dict(turns)
@@ -121,11 +121,11 @@ def interleave(
 
 
 class Peer:
-    """A variant that runs in its own process: `python -m <module> --peer <name>`, see `serve`.
+    """A variant in its own process: `python -m <module> --peer <name>`, see `serve`.
 
-    A process that was lost is started anew by the next request, so that one failure stays one. `prefix`
-    is a command to run it with (`ip netns exec ...`), `python` the interpreter of another environment,
-    `environ` what is added to ours.
+    If the process has ended, the next request starts a new one, so that one failure does not cause others.
+    `prefix` is a command in front (`ip netns exec ...`). `python` is the interpreter of another environment.
+    `environ` is added to our environment variables.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Peer:
         )
 
     def ask(self, **request: Any) -> Mapping[str, float]:
-        """Have the peer do one piece of work. Raises `PeerError` if it fails, dies or takes too long."""
+        """Send one request to the peer. Raises `PeerError` if the peer fails, dies or takes too long."""
         if self._process.poll() is not None:
             self._process = self._start()
         assert self._process.stdin is not None
@@ -174,7 +174,7 @@ class Peer:
         return numbers
 
     def processor_seconds(self) -> float:
-        """What the process has used so far on all cores; 0 once it has ended."""
+        """Processor time that the process has used on all cores; 0 if it has ended."""
         try:
             fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         except FileNotFoundError:
@@ -182,14 +182,14 @@ class Peer:
         return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
 
 @contextlib.contextmanager
 def peers(module: str, names: Sequence[str], timeout: float) -> Iterator[dict[str, Peer]]:
-    """Peers by name, ended with the `with` block."""
+    """Peers by name. The end of the `with` block kills them."""
     started = {name: Peer(module, name, timeout) for name in names}
     try:
         yield started
@@ -199,7 +199,7 @@ def peers(module: str, names: Sequence[str], timeout: float) -> Iterator[dict[st
 
 
 def serve(work: Callable[..., Mapping[str, float]]) -> None:
-    """A peer's side: one JSON request per line on stdin, one JSON answer per line on stdout."""
+    """The loop of a peer: reads one JSON request per line from stdin, writes one JSON answer per line."""
     for line in sys.stdin:
         try:
             answer: dict[str, Any] = {"numbers": dict(work(**json.loads(line)))}
@@ -211,7 +211,7 @@ def serve(work: Callable[..., Mapping[str, float]]) -> None:
 
 @contextlib.contextmanager
 def spinning(is_on: bool) -> Iterator[None]:
-    """Have a thread compute in Python meanwhile: it wants a core and, all the time, the interpreter lock."""
+    """If `is_on`, a Python thread spins during the `with` block. It uses a core and the interpreter lock."""
     is_over = threading.Event()
 
     def spin() -> None:
@@ -235,7 +235,7 @@ def spinning(is_on: bool) -> Iterator[None]:
 
 @dataclass
 class Table:
-    """A table of a report: cells are text, so that a failure can stand where a number would."""
+    """A table of a report. Cells are text, so that a cell can hold a failure instead of a number."""
 
     title: str
     columns: list[str]
@@ -256,8 +256,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What a reader needs to judge the numbers: processor, threads, versions."""
-    import torch  # here, since a peer that serves another framework has none
+    """Facts that a reader needs to judge the numbers: processor, threads, versions."""
+    import torch  # not at the top: JAX's environment has no torch
 
     return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
@@ -272,14 +272,14 @@ def machine() -> dict[str, str]:
 
 
 class Neighbours:
-    """How much of the processor others used while peers were measured: what makes a number doubtful."""
+    """Measures the processor time that other processes take: results of a busy machine are doubtful."""
 
     def __init__(self, systems: Collection[Peer] = ()) -> None:
         self._systems = systems
         self._start = time.perf_counter(), self._seconds_of_others()
 
     def share(self) -> float:
-        """The part of all cores' time, 0 to 1, that processes other than ours took since the start."""
+        """The share of all cores' time, 0 to 1, that other processes took since the start."""
         wall, others = self._start
         used = self._seconds_of_others() - others
         return max(used, 0.0) / ((time.perf_counter() - wall) * (os.cpu_count() or 1))
@@ -287,7 +287,7 @@ class Neighbours:
     def _seconds_of_others(self) -> float:
         user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:]
         busy = sum(map(int, (user, nice, system, irq, softirq))) / _CLOCK_TICKS
-        ours = os.times()  # its children are the peers that have ended
+        ours = os.times()  # its children are peers that have ended
         ours_ended = ours.user + ours.system + ours.children_user + ours.children_system
         return busy - ours_ended - sum(peer.processor_seconds() for peer in self._systems)
 
@@ -302,7 +302,7 @@ def _processor() -> str:
 
 @dataclass
 class Report:
-    """The outcome of one benchmark: tables for people, samples for programs."""
+    """The result of one benchmark: tables for people, samples for programs."""
 
     name: str
     command: str

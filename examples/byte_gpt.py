@@ -2,11 +2,11 @@
 
     python examples/byte_gpt.py [--steps 500] [--quick]
 
-An ordinary loop. `@lazystep.step` records the step until it repeats and replays it from then on; the
-executor thread runs it while Python samples the next batch. A native library of the whole step is built in
-the background and switched in between two steps, or loaded at once if an earlier run has left it on disk.
-The loss is printed by an async closure: nothing in the loop waits. `lazystep demo` is the same with
-everything around it. Exit status 1 if the loss on held-out files did not fall.
+The loop is ordinary. `@lazystep.step` records the step until it repeats and then replays it. The executor
+thread runs the step while Python samples the next batch. A background process builds a native library of the
+whole step, which takes over between two steps. If an earlier run has left the library on disk, it is loaded
+at once. An async closure prints the loss, so nothing in the loop waits. `lazystep demo` trains the same model
+and writes a report. The exit status is 1 if the loss on held-out files did not fall.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(1)
     model = ByteGPT().to("lazy")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    before = held_out_loss(model, held_out, num_batches=2)  # too few to be worth a library of its own
+    before = held_out_loss(model, held_out, num_batches=2)  # too few batches to be worth building a library
 
     @lazystep.step_closure(run_async=True, every=10)
     def log(loss: Tensor) -> None:

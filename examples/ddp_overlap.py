@@ -1,10 +1,10 @@
-"""Two ranks train the same model twice, plain and overlapped: same losses, same parameters, to the bit.
+"""Two ranks train the same model twice, plain and overlapped. Losses and parameters are equal bit for bit.
 
     torchrun --nproc-per-node 2 examples/ddp_overlap.py [--quick] [--steps 60] [--timeline timeline.json]
 
-The loop is the ordinary one: an optimizer with two groups, a schedule, gradient accumulation under `no_sync`.
-One line makes each bucket's parameters update while later buckets are still being reduced. `--timeline`
-writes what happened to each bucket on rank 0, to be opened in ui.perfetto.dev.
+The loop is ordinary: an optimizer with two groups, a schedule, gradient accumulation under `no_sync`. One
+line makes DDP update the parameters of each bucket while later buckets are still being reduced. `--timeline`
+writes the events of each bucket on rank 0. Open the file in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(
     data = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(num_steps):
-        for part in range(2):  # two batches per step; only the second one is reduced
+        for part in range(2):  # two batches per step; only the second backward reduces
             x = torch.randn(64, 64, generator=data)
             y = x.square().mean(1, keepdim=True)
             with ddp.no_sync() if part == 0 else contextlib.nullcontext():

@@ -1,11 +1,11 @@
-"""Classify scikit-learn's digits; worker processes augment the images, the step runs on `device="lazy"`.
+"""Classify scikit-learn's digits on `device="lazy"`, with worker processes that augment the images.
 
     pip install 'lazystep[demo]'
     python examples/digits.py [--quick]
 
-Workers are forked, and a lazy tensor can't be used in a forked child: the executor thread stays in the
-parent. So the dataset holds CPU tensors, the workers augment CPU tensors, and a batch moves to the lazy
-device where it enters the step. The exit status is 1 if fewer than 90 of 100 held-out digits are recognized.
+The workers are forked, and a forked child can't use lazy tensors because it has no executor thread. So the
+dataset and the workers use CPU tensors, and each batch moves to the lazy device when it enters the step. The
+exit status is 1 if 90 % of the held-out digits or fewer are recognized.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import lazystep
 
 
 class AugmentedDigits(Dataset[tuple[Tensor, int]]):
-    """Each image is turned, moved and made noisy anew whenever it is asked for."""
+    """Each access to an image rotates it, shifts it and adds noise."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels.tolist()
@@ -50,7 +50,7 @@ def make_model() -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The part of the images that is recognized. One read, at the end."""
+    """The share of recognized images. It is read once, at the end."""
     model.eval()
     is_right = model(images.to("lazy")).argmax(1) == labels.to("lazy")
     model.train()
@@ -70,7 +70,7 @@ def main() -> int:
     data = load_digits()
     images = torch.from_numpy(data.images).float()[:, None] / 16
     labels = torch.from_numpy(data.target)
-    # Every batch has the same shape, and so the same program: the last, smaller one is left out.
+    # Without the smaller last batch, all batches have one shape and so one program.
     training = AugmentedDigits(images[:1400], labels[:1400])
     loader = DataLoader(training, 50, shuffle=True, num_workers=arguments.workers, drop_last=True)
 

@@ -1,10 +1,10 @@
-"""A generator and a discriminator, each with a step of its own, on points of eight clusters on a circle.
+"""Train a generator and a discriminator, each with its own step, on eight clusters of points on a circle.
 
     python examples/gan.py [--quick]
 
-The two steps share both networks. Each is captured by itself; what one of them writes, the other reads where
-it is kept. Noise is drawn on the lazy device inside the steps, in eager's stream, anew at each replay. The
-exit status is 1 if fewer than half of the points that are made lie near a cluster.
+The two steps share both networks. Each step is captured separately and reads the parameters that the other
+step has written. Noise is drawn on the lazy device inside the steps, in eager's order, and each replay draws
+new noise. The exit status is 1 if no more than half of the generated points lie near a cluster.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
         loss.backward()
         optimizer_g.step()
         optimizer_g.zero_grad()
-        optimizer_d.zero_grad()  # the discriminator's gradients of this step are not wanted
+        optimizer_d.zero_grad()  # this step also makes gradients of the discriminator: discard them
         return loss
 
     for step in range(1, num_steps + 1):

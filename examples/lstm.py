@@ -1,11 +1,11 @@
-"""An LSTM reads one long text, character by character; its state is carried from step to step.
+"""An LSTM reads one long text character by character and carries its state from step to step.
 
     python examples/lstm.py [--quick]
 
-Each step reads the next 32 characters of 16 places in the text, and begins with the state in which the step
-before ended: truncated backpropagation through time. The state is kept in two attributes that are rebound in
-each step. A replay reads each where it is kept and puts the new one back there. The exit status is 1 if the
-loss did not fall.
+Each step reads the next 32 characters at 16 places in the text. It begins with the state at the end of the
+previous step (truncated backpropagation through time). The state is kept in two attributes, and each step
+assigns new tensors to them. A replay reads the tensors from the attributes and stores the new ones there. The
+exit status is 1 if the loss did not fall.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_CHARACTERS = 32
 
 
 class Reader(nn.Module):
-    """Predicts the next character. `hidden` and `cell` are the state in which the last call ended."""
+    """Predicts the next character. `hidden` and `cell` are the state at the end of the last call."""
 
     hidden: Tensor
     cell: Tensor
@@ -45,12 +45,12 @@ class Reader(nn.Module):
         self.hidden, self.cell = (
             hidden.detach(),
             cell.detach(),
-        )  # gradients end at the step, the state goes on
+        )  # the next step uses the state, but no gradients flow back through it
         return self.out(y)
 
 
 def make_streams() -> Tensor:
-    """The source of argparse, cut into pieces of one length that are read side by side."""
+    """The source of argparse, cut into pieces of equal length that are read in parallel."""
     text = pathlib.Path(argparse.__file__).read_bytes()
     codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).clamp(max=127).long()
     return codes[: len(codes) // NUM_STREAMS * NUM_STREAMS].view(NUM_STREAMS, -1)

@@ -1,9 +1,9 @@
-"""Every ready-made closure on one small loop: progress bar, JSONL and CSV logs, TensorBoard.
+"""Use every ready-made closure in one small loop: progress bar, JSONL and CSV logs, TensorBoard.
 
     python examples/reporting.py [--quick] [--directory runs/reporting]
 
-The training thread adds a closure and goes on; the worker waits for the values of that step, and
-writes them. `tensorboard --logdir runs/reporting` shows the scalars and the histogram.
+The training thread adds a closure and continues. The worker waits for the values of that step and writes
+them. `tensorboard --logdir runs/reporting` shows the scalars and the histogram.
 """
 
 from __future__ import annotations
