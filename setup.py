@@ -15,7 +15,7 @@ from glob import glob
 from setuptools import setup
 
 EXTENSIONS = {
-    "lazystep.record.native._recorder": "lazystep/record/native/src/unity.cpp",
+    "lazystep.record._recorder": "lazystep/record/src/unity.cpp",
     "lazystep.execute._library": "lazystep/execute/library.cpp",
 }
 

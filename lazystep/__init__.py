@@ -28,42 +28,23 @@ A tour:
     closure                     the closure handlers alone, without the lazy device
     lazystep.overlap            import it for DDP: updates while gradients are still being reduced
 
+Importing this package registers the device and patches torch: `device.install.install` lists everything that
+it touches. `import lazystep.overlap` alone does neither; the first use of another name does it then.
+
 What goes wrong raises a `LazyStepError` that names the op, your line and the way out: `StepError` for a step
 that failed in the background, `ClosureError` for a closure, `CaptureError` for a step that can't be
 replayed, `DeviceMismatchError`, `UnsupportedError`, `ForkError`, `ConfigError`, `QueueFullError`,
 `WaitTimeoutError`, `OverlapError`. What is merely slow is a `LazyStepWarning`.
 """
 
-from . import closure, config, debug, metrics, report
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
 from ._version import __version__
-from .barrier import (
-    mark_step,
-    run_step_closures,
-    save,
-    sync_multi,
-    to_cpu,
-    wait_device_ops,
-    wait_for_compile,
-)
-from .capture.step import Step, step
-from .debug import profile
-from .errors import (
-    CaptureError,
-    ClosureError,
-    ConfigError,
-    DeviceMismatchError,
-    ForkError,
-    LazyStepError,
-    OverlapError,
-    QueueFullError,
-    StepError,
-    UnsupportedError,
-    WaitTimeoutError,
-)
-from .notices import LazyStepWarning
-from .record.python.tensor import get_tensor_id
-from .runs.directory import RunDirectory
-from .step_closures import add_step_closure, flush_step_closures, get_device_context, step_closure
+from .importing import is_for_room_without_device
 
 __all__ = [
     "CaptureError",
@@ -101,3 +82,40 @@ __all__ = [
     "wait_device_ops",
     "wait_for_compile",
 ]
+
+if TYPE_CHECKING or not is_for_room_without_device():
+    from . import closure, config, debug, metrics, report
+    from . import runtime as _state
+    from .barrier import mark_step, run_step_closures
+    from .capture.step import Step, step
+    from .debug import profile
+    from .device import install as _device
+    from .errors import (
+        CaptureError,
+        ClosureError,
+        ConfigError,
+        DeviceMismatchError,
+        ForkError,
+        LazyStepError,
+        OverlapError,
+        QueueFullError,
+        StepError,
+        UnsupportedError,
+        WaitTimeoutError,
+    )
+    from .notices import LazyStepWarning
+    from .reads import save, sync_multi, to_cpu, wait_device_ops, wait_for_compile
+    from .record.tensor import get_tensor_id
+    from .runs.directory import RunDirectory
+    from .step_closures import add_step_closure, flush_step_closures, get_device_context, step_closure
+
+    _device.install(_state.runtime.recorder)
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in ("closure", "config", "metrics"):  # they know nothing of the lazy device either
+            return importlib.import_module(f".{name}", __name__)
+        importlib.reload(sys.modules[__name__])  # this file again, and now all of it
+        return globals()[name]

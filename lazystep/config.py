@@ -73,12 +73,6 @@ class Settings:
     max_instructions: int = _setting(
         20_000, "A recording of this many instructions gets an automatic barrier.", int, _positive
     )
-    recorder: str = _setting(
-        "auto",
-        "Front end: native (C++), python, or auto: native where it was built for this torch. Read at import.",
-        str,
-        _one_of("auto", "native", "python"),
-    )
     program_cache_size: int = _setting(
         256, "Programs kept in memory; the least recently used one goes first.", int, _positive
     )

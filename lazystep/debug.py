@@ -12,13 +12,16 @@ from pathlib import Path
 
 import torch
 
-from . import history, metrics, timeline
-from .barrier import handle_of, runtime
+from . import metrics, timeline
 from .errors import LazyStepError
 from .program.printer import to_dot
 from .program.program import Program
+from .record import _recorder
 from .record.assemble import assemble
+from .record.tensor import handle_of
+from .runtime import runtime
 from .step_closures import get_device_context
+from .tiers.history import explain as explain_programs
 
 __all__ = ["dump_ir", "explain", "last_program", "pending_program", "profile", "render_ir_graph"]
 
@@ -33,8 +36,8 @@ def pending_program(tensors: Sequence[torch.Tensor]) -> Program:
     """
     handles = [handle_of(t) for t in tensors]
     with runtime.recorder.lock:
-        known = runtime.recorder.peek()
-        wanted = [i for h in handles if (i := runtime.recorder.index_in_current(h)) >= 0]
+        known = _recorder.peek()
+        wanted = [i for h in handles if (i := _recorder.index_in_current(h)) >= 0]
         return assemble(known.entries, known.sources, tuple(dict.fromkeys(wanted)))
 
 
@@ -80,7 +83,7 @@ def explain() -> str:
 
     Does not synchronize: the counts include only steps that have already run.
     """
-    rows = [history.explain(runtime.remembered_programs())]
+    rows = [explain_programs(runtime.remembered_programs())]
     lines = metrics.synchronizations()
     if lines:
         rows.append("lines that wait for values:")

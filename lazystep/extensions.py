@@ -47,5 +47,5 @@ class Extension(NamedTuple):
         return ""
 
 
-RECORDER = Extension("lazystep.record.native._recorder", "native recorder")
+RECORDER = Extension("lazystep.record._recorder", "native recorder")
 RUNNER = Extension("lazystep.execute._library", "native runner")

@@ -24,10 +24,11 @@ from . import metrics
 from .closure import AsyncClosureHandler, ClosureHandler, WhenFull
 from .config import settings
 from .errors import LazyStepError
-from .record.device import find_handle
+from .record import observer
 from .record.handle import Handle
 from .record.snapshot import Snapshot
 from .record.source import user_line
+from .record.tensor import find_handle
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -112,8 +113,6 @@ class DeviceContext:
         self._async: list[StepClosure] = []
         # Closures of ended steps, for `run_closures`. The async ones are already frozen.
         self._ended: list[tuple[list[StepClosure], list[StepClosure]]] = []
-        # While a step is captured, all closures that it adds, also those that a throttle skips this time.
-        self.log: list[Added] | None = None
 
     def __repr__(self) -> str:
         return f"DeviceContext({self.device!r})"
@@ -134,8 +133,9 @@ class DeviceContext:
 
     def add_now(self, added: Added) -> None:
         """Add a closure to the current step, unless its throttle skips this step."""
-        if self.log is not None:
-            self.log.append(added)
+        watching = observer.current()
+        if watching is not None:
+            watching.on_closure(added)
         if added.throttle is None or added.throttle.is_due(self.step):
             self.add(StepClosure(added.function, added.args, added.kwargs, added.where), added.run_async)
 

@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..program.types import TensorType
-from ..record.device import find_handle
 from ..record.handle import Handle
+from ..record.tensor import find_handle
 
 # How to build the arguments from the leaves: the number of leaves if there are only positional leaves, else a
 # tree.

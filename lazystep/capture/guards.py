@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..record.device import HAS_HOOKS, gradient_flags
+from ..record.tensor import HAS_HOOKS, gradient_flags
 from .ambient import hooks_of_tensors, modes
 from .reach import Reach
 

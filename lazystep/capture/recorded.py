@@ -12,22 +12,34 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .. import metrics
-from ..barrier import CutProgram, runtime
-from ..record.device import find_handle
-from ..record.handle import Handle
-from ..record.recorder import Draw
+from ..program.program import Number
+from ..record._recorder import Cut, KnownRecording
+from ..record.handle import Handle, Handles
+from ..record.observer import Draw, observing
 from ..record.source import user_line
+from ..record.tensor import find_handle
+from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
+from ..tiers.program_cache import Variant
 from .arguments import Structure, put_together
 from .guards import Guards
 from .reach import Reach
 from .traced import Expression, Pins, Trace, Traced, traced_math, true_value, untagged
+
+
+class RecordedProgram(NamedTuple):
+    """The program of a recorded call, with the handles that went into its run and came out of it."""
+
+    known: KnownRecording
+    variant: Variant
+    inputs: list[Handle]
+    outputs: list[Handle | None]
 
 
 class HostState:
@@ -86,7 +98,7 @@ class RecordedCall:
         self.reason = ""
         self.leaves = leaves
         self.trace = Trace()
-        self.program: CutProgram | None = None
+        self.program: RecordedProgram | None = None
         self.scalars: list[tuple[Any, Expression]] = []  # true values, and expressions where known
         self.constants: dict[int, torch.Tensor] = {}
         self._function = function
@@ -113,7 +125,6 @@ class RecordedCall:
     # -- running ------------------------------------------------------------------------------------
 
     def _run(self, structure: Structure) -> None:
-        recorder, context = runtime.recorder, self._context
         traced = [
             self.trace.source(leaf, "argument", number) if type(leaf) is float else leaf
             for number, leaf in enumerate(self.leaves)
@@ -122,27 +133,24 @@ class RecordedCall:
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
         own = [g for g in self.reach.generators if isinstance(g, torch.Generator) and g.device.type == "cpu"]
         streams = {generator: generator.get_state() for generator in (torch.default_generator, *own)}
-        recorder.draws, context.log = self.draws, self.added
-        runtime.on_cut = self._on_cut
         try:
-            self._call(args, kwargs)
-            for reason, line, count in metrics.synchronizations():
-                if count > waits_before.get((reason, line), 0):
-                    way_out = "read it after the call, or in a closure"
-                    self._refuse(f"it waits for a value ({reason}) at {line}; {way_out}")
-            if self._cuts:
-                self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
-            self._settle()
-            if not self.reason and not self._draws_explain(streams):
-                self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
-            runtime.flush(context)
+            with observing(self):
+                self._call(args, kwargs)
+                for reason, line, count in metrics.synchronizations():
+                    if count > waits_before.get((reason, line), 0):
+                        way_out = "read it after the call, or in a closure"
+                        self._refuse(f"it waits for a value ({reason}) at {line}; {way_out}")
+                if self._cuts:
+                    self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
+                self._settle()
+                if not self.reason and not self._draws_explain(streams):
+                    self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
+                runtime.flush(self._context)
             if self.program is None:
                 self._refuse("it records nothing")
             elif self.reach.reason:
                 self._refuse(self.reach.reason)
         finally:
-            runtime.on_cut = None
-            recorder.draws = context.log = None
             functions = [added.function for added in self.added]
             self._closures |= {f.__code__ for f in functions if hasattr(f, "__code__")}
         self._find_lost_outputs()
@@ -167,21 +175,36 @@ class RecordedCall:
                 if true is not value:
                     place.set(true)
 
-    def _on_cut(self, cut: CutProgram) -> None:
+    # -- what the observer of a step is told: see `StepObserver` ---------------------------------------
+
+    def on_draw(self, draw: Draw) -> None:
+        """Keep a draw: a replay repeats it."""
+        self.draws.append(draw)
+
+    def on_host_copy(self, handle: Handle) -> None:
+        """Forget the allocation of memory that the host has filled with values."""
+        self.draws = [draw for draw in self.draws if draw.handle is not handle]
+
+    def on_closure(self, added: Added) -> None:
+        """Keep an added closure, also one that its throttle skips this time."""
+        self.added.append(added)
+
+    def on_cut(self, cut: Cut, outputs: Handles[Handle | None], scalars: list[Number]) -> list[Number]:
+        """Keep the step's own program, and put true values in the place of tagged numbers."""
         if self.program is None and self._is_settled:
-            self.program = cut._replace(
-                inputs=list(cut.inputs), scalars=list(cut.scalars), outputs=list(cut.outputs)
-            )
-            for position, handle in enumerate(cut.inputs):
+            variant = runtime.programs.find(cut.known, cut.outputs)
+            assert variant is not None, "the barrier has just found it"
+            self.program = RecordedProgram(cut.known, variant, list(cut.inputs), list(outputs))
+            for position, handle in enumerate(self.program.inputs):
                 if handle.run is None and handle.tensor is not None and handle not in self._handles_before:
                     self.constants[position] = handle.tensor.clone()
         else:
             self._cuts.append(user_line(2))
-        for slot, value in enumerate(cut.scalars):
-            found = self.trace.find(value)
-            if found is not None:
-                cut.scalars[slot] = found.true
-            self.scalars.append((cut.scalars[slot], None if found is None else found.expression))
+        found = [self.trace.find(value) for value in scalars]
+        true = [value if one is None else one.true for value, one in zip(scalars, found, strict=True)]
+        for value, one in zip(true, found, strict=True):
+            self.scalars.append((value, None if one is None else one.expression))
+        return true
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason

@@ -17,9 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import timeline
-from ..barrier import runtime
-from ..record.device import find_handle, find_handles, have_handles, wrap
-from ..record.handle import Handle, Storage, handle_of_host_tensor
+from ..record.handle import Handle, Handles, Memory, handle_of_host_tensor
+from ..record.tensor import find_handle, find_handles, have_handles, wrap
+from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
 from .places import Place
 from .recorded import HostState, RecordedCall
@@ -47,7 +47,7 @@ class _Context:
         self.leaves = leaves
         self.numbers = numbers
         self.before = before  # values of `_read_before` at the start of the call
-        self.outputs: Sequence[Handle] = ()
+        self.outputs: Handles[Handle]
         self.tensors: dict[int, Any] = {}
 
     def output(self, position: int, key: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -196,10 +196,10 @@ class Replay:
                     self._fresh.append((position, constant.clone))
                     lasting.pop()
         self._state_positions = [n for n, _, _ in self._items] + [n for n, _ in self._slots]
-        self._storages = self._storage_pattern(lasting)
+        self._pattern = self._memory_pattern(lasting)
         self._last_state: list[Any] = []  # the state's handles at the last replay
         self._last_handles: list[Any] = []  # those and the constants, by position; empty before any replay
-        self._state_storages: set[Storage] = set()
+        self._state_memories: set[Memory] = set()
 
     def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
         """A copy of the tensor that both calls have made on the CPU with the same values."""
@@ -210,8 +210,8 @@ class Replay:
             raise NotReplayableError(
                 f"the tensor taken by {user} is another one in each call; make it an argument of the step"
             )
-        storage = call.program.inputs[position].storage
-        if sum(handle.storage == storage for handle in call.program.inputs) > 1:
+        memory = call.program.inputs[position].memory
+        if sum(handle.memory == memory for handle in call.program.inputs) > 1:
             raise NotReplayableError(f"the tensor taken by {user} shares memory; make it an argument")
         return now.clone()
 
@@ -221,13 +221,13 @@ class Replay:
         is_output = any(self._program.values[value].storage == storage for value in self.variant.outputs)
         return not is_output and storage not in self.variant.executable.written_storages
 
-    def _storage_pattern(self, handles: Sequence[Handle]) -> list[int]:
+    def _memory_pattern(self, handles: Sequence[Handle]) -> list[int]:
         """A number per input, equal for inputs that share memory; an empty list if none do."""
-        storages = [handle.storage for handle in handles]
-        if len(set(storages)) == len(storages):
+        memories = [handle.memory for handle in handles]
+        if len(set(memories)) == len(memories):
             return []
-        first: dict[Storage, int] = {}
-        return [first.setdefault(storage, len(first)) for storage in storages]
+        first: dict[Memory, int] = {}
+        return [first.setdefault(memory, len(first)) for memory in memories]
 
     def _find_scalars(self, earlier: RecordedCall, call: RecordedCall) -> None:
         """Check that every scalar is the same in both calls, or computed from traced numbers."""
@@ -384,7 +384,7 @@ class Replay:
         self.num_runs += 1
         made = _Context(leaves, numbers, [place.get() for place in self._read_before])
 
-        def prepare(outputs: Sequence[Handle]) -> None:
+        def prepare(outputs: Handles[Handle]) -> None:
             made.outputs = outputs
             for place, recipe in self._rebinds:
                 place.set(recipe(made))
@@ -421,14 +421,14 @@ class Replay:
             types = zip(handles, self._types, strict=True)
             if any(handle is not None and handle.type is not type_ for handle, type_ in types):
                 return None
-            if self._storage_pattern([h for h in handles if h is not None]) != self._storages:
+            if self._memory_pattern([h for h in handles if h is not None]) != self._pattern:
                 return None
             # Remembered only after all checks passed: a refused state must be checked again next time.
             self._last_state = [handles[position] for position in self._state_positions]
             self._last_handles = handles.copy()
             for position, _ in self._arguments:
                 self._last_handles[position] = None
-            self._state_storages = {h.storage for h in self._last_handles if h is not None}
+            self._state_memories = {h.memory for h in self._last_handles if h is not None}
         return handles
 
     def _read_state(self, tensors: list[Any]) -> list[Any] | None:
@@ -449,9 +449,9 @@ class Replay:
         Then nothing else has to be compared: the types of arguments are part of the kind that selected this
         replay.
         """
-        storages = [handles[position].storage for position, _ in self._arguments]
-        is_apart = len(set(storages)) == len(storages) and self._state_storages.isdisjoint(storages)
-        return is_apart and not self._storages
+        memories = [handles[position].memory for position, _ in self._arguments]
+        is_apart = len(set(memories)) == len(memories) and self._state_memories.isdisjoint(memories)
+        return is_apart and not self._pattern
 
 
 def _kind_of_tensor(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

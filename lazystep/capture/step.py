@@ -14,10 +14,12 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 
 from .. import metrics
-from ..barrier import runtime
+from ..barrier import finish_step
 from ..errors import CaptureError
-from ..notices import LazyStepWarning, give_notices
+from ..notices import LazyStepWarning
 from ..program.difference import first_difference
+from ..record import observer
+from ..runtime import runtime
 from ..step_closures import DeviceContext, get_device_context
 from .arguments import Kind, Structure, kind_difference, kind_of, take_apart
 from .recorded import RecordedCall
@@ -102,7 +104,7 @@ class Step(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Record or replay one step and queue it. Does not wait for values. Raises as `mark_step` does."""
-        if runtime.on_cut is not None:
+        if observer.current() is not None:
             return self._function(*args, **kwargs)  # inside another captured step, which records it
         leaves, structure = take_apart(args, kwargs)
         context = get_device_context()
@@ -121,10 +123,7 @@ class Step(Generic[P, R]):
                 break
         else:
             result = self._record(captures, leaves, structure, context)
-        context.run_closures()
-        runtime.raise_failures()
-        context.async_failures()
-        give_notices(stacklevel=2)
+        finish_step(context)
         return result
 
     def _captures_of(self, kind: Kind) -> _Captures:

@@ -30,7 +30,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..record.device import is_lazy
+from ..program.program import Number
+from ..record.tensor import is_lazy
 from .places import Place
 
 Expression = Any  # a float, or a tuple: ("name", ...) of a source, ("+", left, right), ("sqrt", argument)
@@ -95,7 +96,7 @@ class Trace:
         """All traced numbers that have a tag of their own."""
         return list(self._by_tag.values())
 
-    def find(self, value: float) -> Traced | None:
+    def find(self, value: Number) -> Traced | None:
         """The traced number behind a plain double: x itself, or -x, 1 - x, x - 1 or 1/x of a traced x.
 
         The formulas in torch negate numbers, subtract them from 1 and divide by them.

@@ -18,13 +18,15 @@ import torch
 
 from .. import config, metrics
 from .._version import __version__
-from ..barrier import mark_step, runtime, wait_for_compile
+from ..barrier import mark_step
 from ..compile.cache import CacheError, LibraryCache, cache_directory
 from ..compile.key import NoCompilerError, environment, find_compiler
 from ..extensions import RECORDER, RUNNER
-from ..history import describe
 from ..openmp import can_release
+from ..reads import wait_for_compile
 from ..runs.facts import changed_settings
+from ..runtime import runtime
+from ..tiers.history import describe
 
 _MIN_FREE = 500_000_000  # a build's own files, and room for libraries
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from ..barrier import wait_device_ops
 from ..errors import LazyStepError
+from ..reads import wait_device_ops
 from ..runs import facts
 from ..runs.directory import RunDirectory
 from ..runs.page import write_page

@@ -1,4 +1,4 @@
-"""Compile: turns recordings into executables, and builds libraries in the background.
+"""Compile: builds the native library of a program, in the background.
 
-Reading order: programs, key, lower (with scalars and fused), worker, builder, cache.
+Reading order: key, lower (with scalars and fused), worker, builder, cache.
 """

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from .. import metrics
-from ..barrier import runtime
+from ..runtime import runtime
 from ..step_closures import add_step_closure, get_device_context
 
 _PLAIN_SECONDS = 5.0

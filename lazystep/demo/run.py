@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import config, metrics
-from ..barrier import save, to_cpu, wait_device_ops
 from ..capture.step import step
+from ..reads import save, to_cpu, wait_device_ops
 from ..report import TensorBoardLog
 from ..runs import facts
 from ..runs.directory import RunDirectory

@@ -1,1 +1,4 @@
-"""Programs in, tensors out. Reading order: executable, reference, run, executor."""
+"""Programs in, tensors out.
+
+Reading order: executable, reference, native, library, compare, run, executor, thread_choice, malloc.
+"""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,26 +34,18 @@ class NativeExecutable:
         program: Program,
         signature: Signature,
         call: Call,
-        fixed: Mapping[int, Any],
         num_threads: int,
     ) -> None:
         """`call`: the library's entry function, from `library.load`."""
         self.program = program
         self.num_threads = num_threads
         self._signature = signature
-        self._fixed = tuple(fixed.items())
         self._call = call
         self._floats = _Numbers(signature.floats, torch.float64)
         self._ints = _Numbers(signature.ints, torch.int64)
         # The arguments that passed the check in the last run: a weak reference to each tensor, and its
         # address. Parameters and optimizer state are the same tensors in every step, so the check is skipped.
         self._checked: list[tuple[Callable[[], Any], int]] = [(_nothing, 0)] * len(signature.arguments)
-
-    def fits(self, scalars: Sequence[Any], num_threads: int) -> bool:
-        """Whether the library was built for these fixed scalars and for this number of threads."""
-        return num_threads == self.num_threads and all(
-            type(scalars[slot]) is type(value) and scalars[slot] == value for slot, value in self._fixed
-        )
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         """See `Executable.run`. Raises `UnfitError` before anything has run."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -14,23 +14,29 @@ from .. import timeline
 from ..config import settings
 from ..errors import LazyStepError, StepError, WaitTimeoutError
 from ..openmp import release_pool
+from ..program.program import Number
 from .executable import Executable, InstructionError
 
 
-class Cell(Protocol):
-    """Where a run takes an input from or puts an output: the recorder's handles."""
+class Inputs(Protocol):
+    """Where a run takes its inputs from: the recorder's handles."""
 
-    tensor: torch.Tensor | None
+    def tensors(self) -> list[torch.Tensor]:
+        """The real tensors, in program order."""
 
 
-class StateOwner(Protocol):
-    """Who owns the memory that a run reads and writes."""
+class Outputs(Protocol):
+    """Where a run puts its outputs: the recorder's handles."""
 
-    def find_error(self, cells: Sequence[Cell]) -> LazyStepError | None:
-        """The earlier failure that left one of these inputs without a value or half updated."""
+    def deliver(self, tensors: list[torch.Tensor]) -> None:
+        """Take the real tensors, in program order."""
 
-    def before_run(self) -> None:
-        """The run is about to write its inputs."""
+
+class RunMemory(Protocol):
+    """The memory that a run reads and writes."""
+
+    def before_run(self) -> LazyStepError | None:
+        """The run is about to write. Returns the earlier failure that one of its inputs inherits."""
 
     def on_failure(self, error: LazyStepError, position: int) -> None:
         """The run has failed; the instructions before `position` have run."""
@@ -51,22 +57,24 @@ class Run:
     def __init__(
         self,
         executable: Executable,
-        inputs: Sequence[Cell],
-        scalars: Any,
-        outputs: Sequence[Cell | None],
+        inputs: Inputs,
+        scalars: Callable[[], list[Number]],
+        outputs: Outputs,
         step: int,
-        state: StateOwner,
+        memory: RunMemory,
     ) -> None:
+        """`scalars` is called on the executor thread: making Python numbers takes time."""
         # As the training thread has it now: how work is split decides the last bits of a reduction.
         self.num_threads = torch.get_num_threads()
         self.executable = executable
         self.step = step
         self.state = RunState.QUEUED
         self.error: LazyStepError | None = None
-        self._inputs = inputs
-        self._scalars = scalars
-        self._outputs = outputs
-        self._state: StateOwner | None = state
+        # None once the run has begun, or has ended: a finished run lives as long as the memory that it wrote.
+        self._inputs: Inputs | None = inputs
+        self._scalars: Callable[[], list[Number]] | None = scalars
+        self._outputs: Outputs | None = outputs
+        self._memory: RunMemory | None = memory
         # Held until the run has ended. A bare lock: an Event is made of three objects, once per step.
         self._finished = threading.Lock()
         self._finished.acquire()
@@ -74,37 +82,31 @@ class Run:
 
     def execute(self) -> LazyStepError | None:
         """Run on the calling thread. Returns a new failure; None also where an earlier one is the cause."""
-        assert self._state is not None, "a run is executed once"
+        handles, self._inputs = self._inputs, None
+        scalars, memory = self._scalars, self._memory
+        assert handles is not None, "a run is executed once"
+        assert scalars is not None
+        assert memory is not None
         self.state = RunState.RUNNING
-        cells, self._inputs = self._inputs, ()
-        inherited = self._state.find_error(cells)
+        inherited = memory.before_run()
         if inherited is not None:
             self._fail(inherited, -1)
             return None
-        self._state.before_run()
-        inputs = _tensors_of(cells)
+        inputs = handles.tensors()
         # The list is all that holds the inputs now, besides handles that the user still has.
-        del cells
+        del handles
         try:
-            tensors = self.executable.run(inputs, list_of_scalars(self._scalars))
+            tensors = self.executable.run(inputs, scalars())
         except InstructionError as error:
             failure = self._describe(error)
             last = len(self.executable.program.instructions)
             self._fail(failure, last if error.all_started else error.position)
             return failure
-        self._deliver(tensors)
+        if self._outputs is not None:  # None if the run was abandoned meanwhile
+            self._outputs.deliver(tensors)
+        del tensors  # who wakes when the run is done must not find a last output held here
         self._finish(RunState.DONE)
         return None
-
-    def _deliver(self, tensors: list[torch.Tensor]) -> None:
-        # A frame of its own: whoever wakes when the run is done must not find a last output held here.
-        deliver = getattr(self._outputs, "deliver", None)
-        if deliver is not None:  # cells that do it at once
-            deliver(tensors)
-            return
-        for cell, tensor in zip(self._outputs, tensors, strict=True):
-            if cell is not None:
-                cell.tensor = tensor
 
     def abandon(self, reason: str) -> None:
         """End without having run."""
@@ -145,34 +147,13 @@ class Run:
 
     def _fail(self, error: LazyStepError, position: int) -> None:
         self.error = error
-        if self._state is not None:
-            self._state.on_failure(error, position)
+        if self._memory is not None:
+            self._memory.on_failure(error, position)
         self._finish(RunState.FAILED)
 
     def _finish(self, state: RunState) -> None:
         self.state = state
-        self._inputs = self._scalars = self._outputs = ()
-        # A finished run lives as long as the storages it wrote; what it needed to run need not.
-        self._state = None
+        self._inputs = self._scalars = self._outputs = self._memory = None
         has_ended, self.is_finished = self.is_finished, True
         if not has_ended:  # one that was abandoned while it ran ends a second time
             self._finished.release()
-
-
-def _tensors_of(cells: Sequence[Cell]) -> list[torch.Tensor]:
-    tensors = getattr(cells, "tensors", None)
-    if tensors is not None:  # cells that do it at once
-        found: list[torch.Tensor] = tensors()
-        return found
-    return [_tensor_of(cell) for cell in cells]
-
-
-def list_of_scalars(scalars: Any) -> list[Any]:
-    """The numbers of a run, which a recorder may have kept as something else than Python objects."""
-    found: list[Any] = scalars if type(scalars) is list else scalars.tolist()
-    return found
-
-
-def _tensor_of(cell: Cell) -> torch.Tensor:
-    assert cell.tensor is not None, "an input of a run has neither a tensor nor an error"
-    return cell.tensor

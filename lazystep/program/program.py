@@ -32,6 +32,9 @@ class ScalarRef(NamedTuple):
     slot: int
 
 
+# A Python number of a step: a learning rate, a step count.
+Number = float | int | complex
+
 # An argument: Ref, ScalarRef, a literal (None, bool, int, str, dtype, ...) or a tuple of arguments.
 Arg = Any
 

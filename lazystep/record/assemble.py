@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..config import settings
+from ..decide.decision import Decision
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, Source, Storage, Value, map_args
 from ..program.prune import prune
 from ..program.types import TensorType
 from ..program.verify import verify
-from .decide import Decision
-from .recorder import Entry
+
+# An op is (decision, operand, ...), an input (type, storage number, size of the storage).
+Entry = tuple[Any, ...]
 
 
 def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs: Sequence[int]) -> Program:

@@ -1,8 +1,8 @@
-"""A value as of a barrier, for somebody who looks at it later.
+"""A value as of a barrier, for a closure that looks at it later.
 
-An async closure runs while later steps update tensors in place. A snapshot makes sure that it sees
-the value of its own step, and copies only where it must: before the executor runs a step that
-writes the memory, or, when the closure comes first, if anybody else still holds that memory.
+An async closure runs while later steps update tensors in place. A snapshot makes sure that the closure sees
+the value of its own step. It copies the value in two cases only: before the executor runs a step that
+writes the memory, and when the closure comes first while something else still holds that memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterable
 import torch
 
 from .. import metrics
-from .handle import Handle, Storage
-from .host import eager_dispatch
+from ..eager import eager_dispatch
+from ..program.types import tensor_type
+from .handle import Handle, Memory
 
-# Guards every storage's list of snapshots: three threads add to them and take from them.
+# Guards the list of snapshots of every `Memory`: three threads add to the lists and take from them.
 _registry = threading.Lock()
 
 
@@ -27,15 +28,15 @@ class Snapshot:
     __slots__ = ("_handle", "_lock", "_runs", "_tensor")
 
     def __init__(self, handle: Handle) -> None:
-        handle.pristine = False  # the host may not fill it behind our back any more
+        handle.pristine = False  # from now on the host may not fill it directly
         self._handle: Handle | None = handle
-        self._runs = [run for run in (handle.run, handle.storage.run) if run is not None]
+        self._runs = [run for run in (handle.run, handle.memory.run) if run is not None]
         self._tensor: torch.Tensor | None = None
         # Held for a copy, by the executor or by the reader; never while waiting for a step.
         self._lock = threading.Lock()
-        storage = handle.storage
+        memory = handle.memory
         with _registry:
-            storage.snapshots = [*storage.snapshots, self]
+            memory.snapshots = [*memory.snapshots, self]
 
     @property
     def is_due(self) -> bool:
@@ -50,7 +51,7 @@ class Snapshot:
                 self._handle = None
 
     def take(self) -> torch.Tensor:
-        """The value as a CPU tensor that nobody else writes. Waits for its step; raises its error."""
+        """The value as a CPU tensor that nothing else writes. Waits for its step; raises its error."""
         for run in self._runs:
             run.wait()
         with self._lock:
@@ -58,33 +59,29 @@ class Snapshot:
                 assert self._handle is not None
                 handle, self._handle = self._handle, None
                 try:
-                    if handle.storage.error is not None:
-                        raise handle.storage.error
+                    if handle.memory.error is not None:
+                        raise handle.memory.error
                     if handle.tensor is None:
                         raise next(run.error for run in self._runs if run.error is not None)
                     # Counted in this frame: what a call to a Python function holds changes as it gets hot.
-                    if type(handle) is Handle:
-                        references = sys.getrefcount(handle), sys.getrefcount(handle.storage)
-                        is_ours_alone = references == _OWN_REFERENCES
-                    else:  # a native handle counts in C++ who holds its value
-                        is_ours_alone = sys.getrefcount(handle) == _OWN_REFERENCES[0] and handle.is_alone
+                    is_ours_alone = sys.getrefcount(handle) == _OWN_REFERENCES and handle.is_alone
                     self._tensor = handle.tensor if is_ours_alone else _copy(handle.tensor)
                 finally:
                     # Not before the copy is there: a step that is about to write finds the snapshot, and
                     # waits for its lock.
                     with _registry:
-                        handle.storage.snapshots = [s for s in handle.storage.snapshots if s is not self]
+                        handle.memory.snapshots = [s for s in handle.memory.snapshots if s is not self]
             return self._tensor
 
 
-def preserve_snapshots(storages: Iterable[Storage]) -> None:
-    """Copy what snapshots still need of memory that is about to be written."""
-    for storage in storages:
-        if storage.snapshots:
+def preserve_snapshots(memories: Iterable[Memory]) -> None:
+    """Copy the values that snapshots still need of memory that is about to be written."""
+    for memory in memories:
+        if memory.snapshots:
             with _registry:
                 # A snapshot whose own step has not run yet wants what that step is about to write.
-                due = [s for s in storage.snapshots if s.is_due]
-                storage.snapshots = [s for s in storage.snapshots if s not in due]
+                due = [s for s in memory.snapshots if s.is_due]
+                memory.snapshots = [s for s in memory.snapshots if s not in due]
             for snapshot in due:
                 snapshot.preserve()
 
@@ -95,10 +92,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-def _count_own_references() -> tuple[int, int]:
+def _count_own_references() -> int:
     # Measured, not assumed: how many references an expression holds differs between Python releases.
-    handle = Handle(None, Storage(0))  # type: ignore[arg-type]
-    return sys.getrefcount(handle), sys.getrefcount(handle.storage)
+    handle = Handle(tensor_type(torch.float32, (), ()), Memory(0))
+    return sys.getrefcount(handle)
 
 
 _OWN_REFERENCES = _count_own_references()

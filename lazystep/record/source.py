@@ -1,4 +1,4 @@
-"""Finding the user's line: the innermost frame that is neither torch, lazystep nor the standard library."""
+"""The user's line: the innermost frame that belongs neither to torch, lazystep nor the standard library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _PACKAGES = tuple(
     os.path.join(os.path.dirname(os.path.abspath(path)), "")
     for path in (torch.__file__, os.path.dirname(__file__))
 )
-_DEMO = os.path.join(_PACKAGES[1], "demo", "")  # a user of the package, though it lies in it
+# Folders inside the package whose code is the user's, see `count_as_user_code`.
+_users: list[str] = []
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = ("site-packages", "dist-packages")
 
@@ -25,12 +26,18 @@ _is_internal: dict[CodeType, bool] = {}
 
 def _classify(code: CodeType) -> bool:
     path = code.co_filename
-    is_package = path.startswith(_PACKAGES) and not path.startswith(_DEMO)
+    is_package = path.startswith(_PACKAGES) and not path.startswith(tuple(_users))
     internal = is_package or path.startswith("<frozen ")
     if path.startswith(_STDLIB) and not any(name in path for name in _SITE):
         internal = True
     _is_internal[code] = internal
     return internal
+
+
+def count_as_user_code(file: str) -> None:
+    """Take the code in the folder of `file` for the user's, although the folder lies in this package."""
+    _users.append(os.path.join(os.path.dirname(os.path.abspath(file)), ""))
+    _is_internal.clear()
 
 
 def user_source(depth: int = 1) -> Source | None:

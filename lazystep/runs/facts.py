@@ -15,10 +15,10 @@ import torch
 
 from .. import config, metrics
 from .._version import __version__
-from ..barrier import runtime
 from ..capture.step import reasons
-from ..history import describe
 from ..program.program import Program
+from ..runtime import runtime
+from ..tiers.history import describe
 
 FORMAT = 1
 

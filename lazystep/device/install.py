@@ -1,0 +1,35 @@
+"""`import lazystep` calls `install`, and nothing else registers with torch or patches it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from ..errors import LazyStepError
+from ..record.recorder import Recorder
+from . import device_module, kernels, patches, tensor_methods
+
+
+@functools.cache
+def install(recorder: Recorder) -> None:
+    """Make `device="lazy"` known to torch. Once per process; docs/concepts.md has the same list.
+
+    Each change leaves tensors of other devices exactly as they were.
+    """
+    if "torch._lazy.ts_backend" in sys.modules:
+        raise LazyStepError(
+            "torch's own TorchScript lazy backend is loaded in this process and owns the lazy device. "
+            "Use one or the other: remove `import torch._lazy.ts_backend`."
+        )
+    kernels.register(recorder)  # the dispatch keys Lazy, SparseLazy, SparseCsrLazy, AutogradLazy
+    kernels.watch_new_kernels()  # torch.library.Library.impl
+    device_module.register()  # torch.lazy
+    tensor_methods.replace_methods(recorder)  # torch.Tensor: methods that look at memory
+    tensor_methods.replace_data()  # torch.Tensor.data
+    patches.refuse_torch_compile()  # FakeTensorConverter.from_real_tensor
+    patches.keep_identity_in_module_conversions()  # torch.nn.Module._apply and what it asks
+    patches.materialize_on_the_lazy_device()  # UninitializedParameter.__new__, .materialize
+    patches.take_fast_paths()  # attention layers, torch.norm, linear cross entropy
+    patches.allow_fused_optimizers()  # torch.optim's list of devices for fused=True
+    patches.refuse_distributed_data_parallel()  # DistributedDataParallel.__init__
+    patches.load_to_the_lazy_device()  # torch.serialization's packages

@@ -1,0 +1,188 @@
+"""The places where torch decides by device in Python, outside the dispatcher's reach.
+
+Each patch leaves tensors of other devices exactly as they were, and says why it is needed. All of them stand
+in this file, so that a new torch release means reading one page.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorConverter
+from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from ..errors import UnsupportedError
+from ..record.tensor import DEVICE, is_lazy
+
+
+def _wrapping(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace `owner.name` by a function that gets the original as its first argument."""
+    original = getattr(owner, name)
+
+    def replace(function: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+
+    return replace
+
+
+def refuse_torch_compile() -> None:
+    """`torch.compile` would trace lazy tensors, give up at each op and run the rest uncompiled."""
+
+    @_wrapping(FakeTensorConverter, "from_real_tensor")
+    def from_real_tensor(original: Any, self: Any, fake_mode: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_lazy(t):
+            raise UnsupportedError(
+                "torch.compile does not take lazy tensors: a lazy step is compiled as a whole by lazystep. "
+                "Call the plain function or module, or compile it on CPU tensors."
+            )
+        return original(self, fake_mode, t, *args, **kwargs)
+
+
+def keep_identity_in_module_conversions() -> None:
+    """`module.to("lazy")` and back keep every Parameter object.
+
+    So tied parameters stay tied, and an optimizer that was made before keeps its parameters. To the lazy
+    device torch swaps parameters in place if it takes them for wrapper subclasses; nothing else in
+    `torch.nn.modules.module` asks that question. On the way back, and between data types, torch must be told
+    to swap.
+    """
+    module: Any = torch.nn.modules.module
+    is_wrapper = module.is_traceable_wrapper_subclass
+    module.is_traceable_wrapper_subclass = lambda tensor: is_lazy(tensor) or is_wrapper(tensor)
+
+    @_wrapping(torch.nn.Module, "_apply")
+    def _apply(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
+        has_lazy = any(is_lazy(p) for p in module._parameters.values())
+        moving = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, UninitializedParameter)
+            and fn(torch.empty(0, dtype=parameter.dtype)).device.type == "lazy"
+        }
+        if not has_lazy and not moving:
+            return original(module, fn, recurse)
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in moving.items():
+            # It has no shape yet and can't be lazy: remember where it goes once it has.
+            parameter.__dict__["_lazystep_moves"] = True
+            module._parameters[name] = None
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(swaps or has_lazy)
+        try:
+            return original(module, fn, recurse=False)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+            module._parameters.update(moving)
+
+
+def materialize_on_the_lazy_device() -> None:
+    """`nn.LazyLinear` and other lazy modules make their parameters on the device that they were moved to."""
+
+    @_wrapping(UninitializedParameter, "__new__")
+    def make(
+        original: Any, cls: Any, requires_grad: bool = True, device: Any = None, dtype: Any = None
+    ) -> Any:
+        for_lazy = device is not None and torch.device(device).type == "lazy"
+        parameter = original(cls, requires_grad, "cpu" if for_lazy else device, dtype)
+        if for_lazy:
+            parameter.__dict__["_lazystep_moves"] = True
+        return parameter
+
+    @_wrapping(UninitializedTensorMixin, "materialize")
+    def materialize(original: Any, parameter: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        moves = parameter.__dict__.pop("_lazystep_moves", False) and device is None
+        to_lazy = moves or (device is not None and torch.device(device).type == "lazy")
+        original(parameter, shape, "cpu" if to_lazy else device, dtype)
+        if to_lazy:
+            moved = torch.nn.Parameter(parameter.detach().to(DEVICE), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, moved)
+
+
+def take_fast_paths() -> None:
+    """Attention layers and `torch.norm` take their better path on the devices of a list.
+
+    CPU is on the list. Eager on the CPU is the truth for lazy tensors, so they must be on it, too.
+    """
+
+    @_wrapping(torch.nn.modules.activation, "_check_arg_device")
+    def _check_arg_device(original: Any, x: Any) -> Any:
+        return is_lazy(x) or original(x)
+
+    registration = torch.utils.backend_registration
+
+    def on_the_list(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(is_lazy(arg) for arg in (*args[:2], *kwargs.values())):
+            return original(*args, **kwargs)
+        # The list's last member is this name; nothing else reads it during the call.
+        saved, registration._privateuse1_backend_name = registration._privateuse1_backend_name, "lazy"
+        try:
+            return original(*args, **kwargs)
+        finally:
+            registration._privateuse1_backend_name = saved
+
+    @_wrapping(LinearCrossEntropyOptions, "_resolve_auto_acc_dtype")
+    def _resolve_auto_acc_dtype(original: Any, dtype: Any, device: Any) -> Any:
+        is_lazy = device is not None and device.type == "lazy"
+        return original(dtype, torch.device("cpu") if is_lazy else device)
+
+    LinearCrossEntropyOptions._resolve_auto_acc_dtype = staticmethod(  # type: ignore[method-assign]
+        LinearCrossEntropyOptions._resolve_auto_acc_dtype
+    )
+    _wrapping(torch.nn.TransformerEncoderLayer, "forward")(on_the_list)
+    _wrapping(torch.nn.TransformerEncoder, "forward")(on_the_list)
+    _wrapping(torch.functional, "norm")(on_the_list)
+    torch.norm = torch.functional.norm
+
+
+def allow_fused_optimizers() -> None:
+    """`fused=True` records one instruction per parameter group, which CPU's fused kernel runs."""
+
+    @_wrapping(sys.modules[torch.optim.Optimizer.__module__], "_get_fused_kernels_supported_devices")
+    def _get_fused_kernels_supported_devices(original: Any) -> list[str]:
+        return [*original(), "lazy"]
+
+
+def refuse_distributed_data_parallel() -> None:
+    """DDP reduces gradients in hooks that read memory; on lazy tensors it would fail obscurely."""
+
+    @_wrapping(torch.nn.parallel.DistributedDataParallel, "__init__")
+    def initialize(original: Any, ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if any(is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
+            raise UnsupportedError(
+                "DistributedDataParallel does not take a module on the lazy device. "
+                "Keep the module on the CPU for DDP: it reduces gradients as they are computed."
+            )
+        original(ddp, module, *args, **kwargs)
+
+
+class _LazyBoundStorage(torch.UntypedStorage):
+    """A CPU storage on its way to the lazy device: `torch.load` asks it where tensors shall be made."""
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        """Where the tensors shall be made."""
+        return DEVICE
+
+
+def load_to_the_lazy_device() -> None:
+    """`torch.load(..., map_location="lazy")`."""
+
+    def restore(storage: Any, location: str) -> Any:
+        if not location.startswith("lazy"):
+            return None
+        bound = _LazyBoundStorage(storage.nbytes())
+        bound.copy_(storage)
+        return bound
+
+    torch.serialization.register_package(15, lambda storage: None, restore)

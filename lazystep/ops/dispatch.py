@@ -1,0 +1,173 @@
+"""What the recorder asks of Python: everything about an op that its kernel in C++ does not do by itself.
+
+The kernel (record/src/kernel.cpp) catches an op, looks up its decision and records it. It comes here for a
+call that is new (`decide`), for a call that is not recorded (`run_now`), for an op with a handler and for
+tensors of other devices (`run_handler`), and for the user's line of a new instruction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import metrics
+from ..config import settings
+from ..decide.decide import decide
+from ..decide.decision import Action, Decision, Operand
+from ..decide.facts import OpFacts
+from ..program.program import Source
+from ..record._recorder import Mode
+from ..record.recorder import Recorder
+from ..record.source import user_line, user_source
+from ..record.tensor import find_handle
+from . import copies, draws  # noqa: F401 - their handlers
+from .cpu_branch import KERNELS, run_composite
+from .draws import draw
+from .facade import FACADE_KERNELS
+from .handlers import HANDLERS, handles
+from .host import run_on_host
+from .mixed import run_mixed
+
+_aten = torch.ops.aten
+
+# Ops for which C++ does the common case of the handler.
+_MODES = {
+    _aten.detach.default: Mode.DETACH,
+    _aten.alias.default: Mode.DETACH,
+    _aten.copy_.default: Mode.OVERWRITE,
+    _aten.zero_.default: Mode.OVERWRITE,
+    _aten.fill_.Scalar: Mode.OVERWRITE,
+    _aten._to_copy.default: Mode.TO_COPY,
+    _aten.empty.memory_format: Mode.EMPTY,
+    _aten.empty_strided.default: Mode.EMPTY,
+    _aten.empty_like.default: Mode.EMPTY,
+}
+
+
+class OpDispatch:
+    """See `Dispatch` in record/_recorder.pyi. One per process."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._facts: dict[Any, OpFacts] = {}
+
+    def facts_of(self, func: Any) -> OpFacts:
+        """What the schema of an op says."""
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = OpFacts(func)
+        return facts
+
+    def traits(self, func: Any) -> tuple[Mode, list[bool], bool, bool, bool]:
+        """See `Dispatch.traits`."""
+        facts = self.facts_of(func)
+        has_handler = func in HANDLERS or func in COMPOSITES or facts.is_composite
+        mode = _MODES.get(func, Mode.HANDLER if has_handler else Mode.RECORD)
+        takes_number = [i in facts.number_positions for i in range(len(func._schema.arguments))]
+        return mode, takes_number, facts.float_literals, bool(facts.writes), facts.needs_nbytes
+
+    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+        """See `Dispatch.decide`. Raises eager's error, with the op and the user's line in a note."""
+        if func is _aten.copy_.default:
+            args = args[:2]  # there is nothing to block on
+        elif func is _aten._to_copy.default:
+            kwargs.pop("non_blocking", None)
+        facts = self.facts_of(func)
+        to_operand = _Operands(bool(facts.writes), [*args, *kwargs.values()])
+        taken = tuple(map(to_operand, args))
+        taken_kwargs = {name: to_operand(arg) for name, arg in kwargs.items()}
+        try:
+            return decide(facts, taken, taken_kwargs)
+        except Exception as error:
+            # Eager's error names neither the op nor the user's line.
+            shown = [str(_shown(a)) for a in taken] + [f"{k}={_shown(v)}" for k, v in taken_kwargs.items()]
+            error.add_note(
+                f"lazystep: raised while recording {facts.name}({', '.join(shown)}) at {user_line()}. "
+                "Eager raises this on CPU tensors, too. The op was not recorded: change its arguments there."
+            )
+            raise
+
+    def run_now(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Dispatch.run_now`."""
+        if decision.action is Action.DRAW:
+            return draw(decision.func, args, kwargs)
+        return run_on_host(self._recorder, decision.func, args, kwargs, decision.reason)
+
+    def run_handler(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Dispatch.run_handler`."""
+        # An object that a program can't hold, such as a storage, is the case that `run_mixed` leaves.
+        return self._run(func, args, kwargs, "argument that can't be recorded")
+
+    def run_sparse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Dispatch.run_sparse`."""
+        return self._run(func, args, kwargs, "sparse tensor")
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(self._recorder, func, args, kwargs)
+        kernel = COMPOSITES.get(func)
+        if kernel is not None:
+            return kernel(*args, **kwargs)
+        if self.facts_of(func).is_composite:
+            # Composites arrive whole under inference mode only. Eager runs their parts.
+            if "sparse_compressed" in func._schema.name:  # ends in a constructor with a fixed list of devices
+                return run_on_host(self._recorder, func, args, kwargs, "sparse tensor")
+            return run_composite(func, args, kwargs)
+        return run_mixed(self._recorder, func, args, kwargs, reason)
+
+    def source(self) -> Source | None:
+        """See `Dispatch.source`."""
+        return user_source(2) if settings.source_lines else None
+
+    def on_full(self) -> None:
+        """See `Dispatch.on_full`."""
+        self._recorder.barrier.on_full()
+
+    def on_draw(self) -> None:
+        """See `Dispatch.on_draw`."""
+        metrics.count("random_draws")
+
+    def refuse(self) -> None:
+        """See `Dispatch.refuse`."""
+        self._recorder.check_fork()
+
+
+# Composites that take CPU's branch. torch calls them above autograd. Under inference mode there is no
+# autograd key, and they arrive here.
+COMPOSITES = KERNELS | FACADE_KERNELS
+
+
+@handles(_aten._pack_padded_sequence.default)
+def _pack(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Lengths and batch sizes live on the CPU on every device. The rest is made of plain ops.
+    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+@handles(_aten.lift_fresh.default, _aten.lift.default)
+def _lift(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+class _Operands:
+    """Replaces lazy tensors by `Operand`s, numbered by the memory that they share if the op writes."""
+
+    def __init__(self, writes: bool, args: list[Any]) -> None:
+        leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        memories = [h.memory for leaf in leaves if (h := find_handle(leaf)) is not None]
+        is_shared = writes and len(set(memories)) < len(memories)
+        self._groups = iter([memories.index(m) for m in memories] if is_shared else [-1] * len(memories))
+
+    def __call__(self, arg: Any) -> Any:
+        handle = find_handle(arg)
+        if handle is not None:
+            return Operand(handle.type, handle.memory.nbytes, next(self._groups))
+        return [self(a) for a in arg] if type(arg) in (list, tuple) else arg
+
+
+def _shown(arg: Any) -> Any:
+    """An argument as a message shows it: a lazy tensor by its type."""
+    if type(arg) is Operand:
+        return arg.type
+    return [_shown(a) for a in arg] if type(arg) is list else arg

@@ -1,0 +1,119 @@
+"""Facades: lazy tensors that claim to be on the CPU, for composites that ask.
+
+A composite of `_OPS` runs its own C++ code on facades. Autograd records the composite's parts as on CPU
+tensors. Below autograd each part is unwrapped and recorded like any other op. Two autograd functions are the
+doors between lazy tensors and facades.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..record.tensor import DEVICE, is_lazy
+from .cpu_branch import run_composite
+from .host import from_host
+from .sparse import set_metadata
+
+_aten = torch.ops.aten
+
+# Recurrent layers: on the CPU alone they batch the input's products and use oneDNN's LSTM.
+_OPS = (
+    _aten.lstm.input,
+    _aten.lstm.data,
+    _aten.gru.input,
+    _aten.gru.data,
+    _aten.rnn_tanh.input,
+    _aten.rnn_tanh.data,
+    _aten.rnn_relu.input,
+    _aten.rnn_relu.data,
+)
+
+
+class CpuFacade(torch.Tensor):
+    """A lazy tensor under another device's name. Lives only while a composite runs, and in its backward."""
+
+    _lazy: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        facades: dict[int, CpuFacade] = {}
+
+        def unwrap(arg: Any) -> Any:
+            if type(arg) is CpuFacade:
+                facades[id(arg._lazy)] = arg
+                return arg._lazy
+            if type(arg) is torch.Tensor and arg.device.type == "cpu":
+                return from_host(arg)  # the composite made it on "its" device
+            return DEVICE if type(arg) is torch.device else arg
+
+        def wrap(out: Any) -> Any:
+            if not is_lazy(out):
+                return out
+            return facades[id(out)] if id(out) in facades else _facade(out)
+
+        lazy_args, lazy_kwargs = tree_map(unwrap, (args, kwargs or {}))
+        out = func(*lazy_args, **lazy_kwargs)
+        if func._schema.is_mutable:
+            for facade in facades.values():
+                set_metadata(facade, _facade(facade._lazy))  # the op may have been `transpose_`
+        return tree_map(wrap, out)
+
+
+def _facade(tensor: torch.Tensor) -> CpuFacade:
+    facade: CpuFacade = torch.Tensor._make_wrapper_subclass(
+        CpuFacade,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        dtype=tensor.dtype,
+        device=torch.device("cpu"),
+    )
+    facade._lazy = tensor
+    return facade
+
+
+class _Enter(torch.autograd.Function):
+    """Lazy to facade; the gradient comes back out."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return _facade(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Leave.apply(grad)
+
+
+class _Leave(torch.autograd.Function):
+    """Facade to lazy; the gradient goes back in."""
+
+    @staticmethod
+    def forward(ctx: Any, facade: Any) -> Any:
+        # A composite may return a tensor that it made on the CPU itself.
+        return facade._lazy.detach() if type(facade) is CpuFacade else from_host(facade)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Enter.apply(grad)
+
+
+def _on_facades(func: Any) -> Callable[..., Any]:
+    """A kernel for the composite `func` that takes the branch of CPU tensors."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda arg: _Enter.apply(arg) if is_lazy(arg) else arg, (args, kwargs))
+        out = run_composite(func, args, kwargs)
+        return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
+
+    return kernel
+
+
+FACADE_KERNELS = {func: _on_facades(func) for func in _OPS}

@@ -1,0 +1,117 @@
+"""Ops that need values: they run on real tensors, on the calling thread, now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import metrics
+from ..eager import eager_dispatch, serial_dispatch
+from ..errors import UnsupportedError
+from ..program.types import type_of
+from ..record.handle import Memory, handle_of_host_tensor
+from ..record.recorder import Recorder
+from ..record.snapshot import preserve_snapshots
+from ..record.source import user_line
+from ..record.tensor import handle_of, is_lazy, wrap
+from .sparse import retype_any, wrap_any
+
+CPU = torch.device("cpu")
+
+
+def from_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A lazy tensor with a copy of the values that a host tensor has now."""
+    with serial_dispatch():
+        return wrap_any(handle_of_host_tensor(tensor.detach().clone()))
+
+
+def run_on_host(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """Run an op on the real tensors behind its operands. Synchronizes, and counts that with the line.
+
+    Waits for its operands; for everything queued if it writes one, since queued steps may read it.
+    """
+    lazy = list(_lazy_tensors([*args, *kwargs.values()]))
+    writes = func._schema.is_mutable
+    if lazy:
+        metrics.count_synchronization(reason, user_line())
+        if writes:
+            recorder.barrier.synchronize_all()
+            preserve_snapshots(handle_of(t).memory for t in lazy)
+    # Sparse kernels look at `requires_grad` to decide what to save for backward.
+    needs_grad = reason == "sparse tensor" and not writes
+    # By tensor identity: an alias per operand, since the op may change its metadata.
+    aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def to_real(arg: Any) -> Any:
+        if is_lazy(arg):
+            if id(arg) not in aliases:
+                real = handle_of(arg).tensor
+                assert real is not None
+                alias = real.detach()
+                if needs_grad and arg.requires_grad:
+                    alias.requires_grad_()
+                aliases[id(arg)] = arg, alias
+            return aliases[id(arg)][1]
+        if type(arg) is list or type(arg) is tuple:
+            return [to_real(a) for a in arg]
+        return CPU if type(arg) is torch.device and arg.type == "lazy" else arg
+
+    with recorder.reading([handle_of(t) for t in lazy]), eager_dispatch():
+        real_args = [to_real(a) for a in args]
+        out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
+        return _Results(func, list(aliases.values()), writes).to_lazy(out)
+
+
+def _lazy_tensors(args: Any) -> Any:
+    for arg in args:
+        if is_lazy(arg):
+            yield arg
+        elif type(arg) is list or type(arg) is tuple:
+            yield from _lazy_tensors(arg)
+
+
+class _Results:
+    """Makes lazy tensors of what an op returned, and gives written operands their new metadata."""
+
+    def __init__(self, func: Any, aliases: list[tuple[torch.Tensor, torch.Tensor]], writes: bool) -> None:
+        self._func = func
+        self._aliases = aliases
+        self._memories: dict[int, Memory] = {}
+        for tensor, real in aliases:
+            handle = handle_of(tensor)
+            assert handle.tensor is not None
+            if handle.type.layout is not torch.strided:
+                if writes:
+                    retype_any(tensor, handle_of_host_tensor(real))
+                continue
+            self._memories[handle.tensor.untyped_storage()._cdata] = handle.memory
+            handle.memory.nbytes = handle.tensor.untyped_storage().nbytes()
+            if writes and type_of(real) is not handle.type:
+                cdata = real.untyped_storage()._cdata
+                retype_any(tensor, handle_of_host_tensor(real, self._memories.get(cdata)))
+
+    def to_lazy(self, leaf: Any) -> Any:
+        """A result, or a list or tuple of results, on the lazy device."""
+        if type(leaf) is list:
+            return [self.to_lazy(e) for e in leaf]
+        if isinstance(leaf, tuple):
+            return tuple(map(self.to_lazy, leaf))
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        for tensor, real in self._aliases:
+            if real is leaf:
+                return tensor
+        if leaf.is_quantized or leaf.is_mkldnn or leaf.is_nested:
+            raise UnsupportedError(
+                f"{self._func} at {user_line()}: the lazy device has no quantized, nested or mkldnn tensors. "
+                "Move the tensor to the CPU first: .cpu()"
+            )
+        if leaf.layout is not torch.strided:
+            return wrap_any(handle_of_host_tensor(leaf))
+        cdata = leaf.untyped_storage()._cdata
+        handle = handle_of_host_tensor(leaf, self._memories.get(cdata))
+        self._memories[cdata] = handle.memory
+        return wrap(handle)

@@ -1,1 +1,0 @@
-"""The Python front end: works everywhere, and is the oracle for the native one."""

@@ -1,0 +1,175 @@
+#include "cut.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <mutex>
+#include <unordered_map>
+
+namespace lazystep {
+
+namespace {
+
+py::object to_python(const Number& number) {
+  struct {
+    py::object operator()(double value) const { return py::float_(value); }
+    py::object operator()(int64_t value) const { return py::int_(value); }
+    py::object operator()(c10::complex<double> value) const {
+      return py::reinterpret_steal<py::object>(PyComplex_FromDoubles(value.real(), value.imag()));
+    }
+  } convert;
+  return std::visit(convert, number);
+}
+
+// Sets the run of handles and memory under the recorder's lock. The runs that they had before are dropped
+// after the lock is free: see [Note: locks] in recorder.h.
+class Commit {
+ public:
+  explicit Commit(const py::object& run) : box_(box_of(run)), lock_(recorder().mutex) {}
+
+  void set(Ptr<PyBox>& place) {
+    dropped_.push_back(std::move(place));
+    place = box_;
+  }
+
+ private:
+  Ptr<PyBox> box_;
+  std::vector<Ptr<PyBox>> dropped_;
+  std::lock_guard<std::mutex> lock_;
+};
+
+}  // namespace
+
+py::object none_if_null(const PyRef& ref) {
+  return ref ? py::reinterpret_borrow<py::object>(ref.get()) : py::none();
+}
+
+py::object none_if_null(const Ptr<PyBox>& box) { return box ? none_if_null(box->python) : py::none(); }
+
+Ptr<PyBox> box_of(const py::object& object) {
+  return object.is_none() ? nullptr : c10::make_intrusive<PyBox>(object.ptr());
+}
+
+py::list Handles::tensors() const {
+  py::list list(handles.size());
+  for (size_t i = 0; i < handles.size(); ++i) {
+    TORCH_INTERNAL_ASSERT(handles[i]->tensor.defined(), "an input of a run has neither a tensor nor an error");
+    list[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(handles[i]->tensor));
+  }
+  return list;
+}
+
+void Handles::deliver(const py::list& tensors) const {
+  TORCH_CHECK(tensors.size() == handles.size(), "a run has returned ", tensors.size(), " outputs");
+  for (size_t i = 0; i < handles.size(); ++i) {
+    if (handles[i]) handles[i]->tensor = THPVariable_Unpack(py::object(tensors[i]).ptr());
+  }
+}
+
+std::vector<Ptr<Handle>> Handles::suspects() const {
+  std::vector<Ptr<Handle>> found;
+  for (const auto& handle : handles) {
+    if (handle->memory->has_error || !handle->tensor.defined()) found.push_back(handle);
+  }
+  return found;
+}
+
+py::list Scalars::to_list() const {
+  py::list list(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) list[i] = to_python(numbers[i]);
+  return list;
+}
+
+std::vector<Ptr<Memory>> Written::with_snapshots() const {
+  std::vector<Ptr<Memory>> found;
+  for (const auto& [number, memory] : memories) {
+    if (memory->snapshots) found.push_back(memory);
+  }
+  return found;
+}
+
+Ptr<Memory> Written::get(int64_t wanted) const {
+  for (const auto& [number, memory] : memories) {
+    if (number == wanted) return memory;
+  }
+  return nullptr;
+}
+
+Layout::Layout(
+    std::vector<int64_t> inputs, const std::vector<std::tuple<py::object, int64_t, int64_t>>& outputs,
+    std::vector<int64_t> written)
+    : inputs(std::move(inputs)), written(std::move(written)) {
+  for (const auto& [type, number, nbytes] : outputs) {
+    this->outputs.push_back({type_from_python(type.ptr()), number, nbytes});
+  }
+}
+
+Binding::Binding(const Layout& layout, std::vector<Ptr<Handle>> handles)
+    : inputs(std::make_shared<Handles>(Handles{std::move(handles)})),
+      outputs(std::make_shared<Handles>()),
+      written(std::make_shared<Written>()) {
+  const auto& given = inputs->handles;
+  TORCH_CHECK(given.size() == layout.inputs.size(), "a program has ", layout.inputs.size(), " inputs");
+  std::unordered_map<int64_t, Ptr<Memory>> memories;
+  for (size_t i = 0; i < given.size(); ++i) memories[layout.inputs[i]] = given[i]->memory;
+  for (const auto& [type, number, nbytes] : layout.outputs) {
+    Ptr<Memory>& memory = memories[number];
+    if (!memory) memory = c10::make_intrusive<Memory>(nbytes);
+    outputs->handles.push_back(c10::make_intrusive<Handle>(type, memory));
+  }
+  for (int64_t number : layout.written) written->memories.emplace_back(number, memories.at(number));
+}
+
+void Binding::commit(const py::object& run) {
+  Commit commit(run);
+  for (const auto& handle : inputs->handles) handle->pristine = false;
+  for (const auto& [number, memory] : written->memories) commit.set(memory->run);
+  for (const auto& handle : outputs->handles) {
+    commit.set(handle->run);
+    commit.set(handle->memory->run);
+  }
+}
+
+Cut::Cut(Finished finished, Ptr<KnownRecording> known)
+    : id(finished.recording.id),
+      known(std::move(known)),
+      num_instructions(finished.recording.num_entries - finished.recording.inputs.size()),
+      started(finished.recording.started),
+      live_(std::move(finished.live)) {
+  inputs = std::make_shared<Handles>(Handles{std::move(finished.recording.inputs)});
+  scalars = std::make_shared<Scalars>(Scalars{std::move(finished.recording.numbers)});
+  written = std::make_shared<Written>(Written{std::move(finished.recording.written)});
+}
+
+py::tuple Cut::outputs() const {
+  py::tuple values(live_.size());
+  for (size_t i = 0; i < live_.size(); ++i) values[i] = live_[i].first;
+  return values;
+}
+
+Handles Cut::handles_of(const py::tuple& values) const {
+  Handles found;
+  size_t at = 0;
+  for (auto item : values) {
+    auto value = item.cast<int64_t>();
+    while (at < live_.size() && live_[at].first < value) ++at;
+    bool is_live = at < live_.size() && live_[at].first == value;
+    found.handles.push_back(is_live ? live_[at].second : nullptr);
+  }
+  return found;
+}
+
+void Cut::commit(const py::object& run) {
+  Commit commit(run);
+  auto set_writer = [&](Memory& memory) {
+    commit.set(memory.run);
+    // Another thread's next recording may have written it already.
+    if (memory.writer == id) memory.writer = 0;
+  };
+  for (const auto& [number, memory] : written->memories) set_writer(*memory);
+  for (const auto& [value, handle] : live_) {
+    commit.set(handle->run);
+    if (handle->memory->writer == id) set_writer(*handle->memory);
+  }
+}
+
+}  // namespace lazystep

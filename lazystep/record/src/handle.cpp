@@ -1,0 +1,158 @@
+#include "handle.h"
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Layout.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace lazystep {
+
+namespace {
+
+// Weak, under the GIL: a type leaves when nothing uses it, as its Python counterpart does.
+std::unordered_map<PyObject*, Type*>& types() {
+  static auto* table = new std::unordered_map<PyObject*, Type*>;  // never destroyed: types outlive it
+  return *table;
+}
+
+}  // namespace
+
+void Type::forget() {
+  if (!python || !Py_IsInitialized()) return;
+  py::gil_scoped_acquire gil;
+  auto found = types().find(python.get());
+  if (found != types().end() && found->second == this) types().erase(found);
+  PyRef dropped = std::move(python);
+}
+
+Ptr<Type> type_from_python(PyObject* tensor_type) {
+  auto found = types().find(tensor_type);
+  if (found != types().end()) {
+    // Another thread may be about to destroy it, waiting for the GIL that we hold.
+    auto weak = c10::weak_intrusive_ptr<Type>::reclaim_copy(found->second);
+    if (auto strong = weak.lock()) return strong;
+  }
+  auto object = py::reinterpret_borrow<py::object>(tensor_type);
+  auto type = c10::make_intrusive<Type>();
+  type->python = PyRef::borrow(tensor_type);
+  type->dtype = reinterpret_cast<THPDtype*>(object.attr("dtype").ptr())->scalar_type;
+  type->is_strided =
+      reinterpret_cast<THPLayout*>(object.attr("layout").ptr())->layout == c10::Layout::Strided;
+  type->conj = object.attr("conj").cast<bool>();
+  type->neg = object.attr("neg").cast<bool>();
+  type->offset = object.attr("offset").cast<int64_t>();
+  for (auto size : object.attr("shape")) type->shape.push_back(size.cast<int64_t>());
+  for (auto step : object.attr("stride")) type->stride.push_back(step.cast<int64_t>());
+  types()[tensor_type] = type.get();
+  return type;
+}
+
+Ptr<Type> type_of(const at::Tensor& tensor) {
+  static auto* mutex = new std::mutex;
+  static auto* known = new std::unordered_map<std::string, c10::weak_intrusive_ptr<Type>>;
+  static size_t sweep_at = 1024;
+
+  c10::SmallVector<int64_t, 16> words{
+      static_cast<int64_t>(tensor.scalar_type()), tensor.is_conj(), tensor.is_neg(), tensor.storage_offset()};
+  words.append(tensor.sizes().begin(), tensor.sizes().end());
+  words.append(tensor.strides().begin(), tensor.strides().end());
+  std::string key(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
+  {
+    std::lock_guard lock(*mutex);
+    auto found = known->find(key);
+    if (found != known->end()) {
+      if (auto type = found->second.lock()) return type;
+    }
+  }
+  Ptr<Type> type;
+  {
+    py::gil_scoped_acquire gil;
+    py::object python = py::module_::import("lazystep.program.types").attr("type_of")(tensor);
+    type = type_from_python(python.ptr());
+  }
+  std::lock_guard lock(*mutex);
+  if (known->size() >= sweep_at) {
+    for (auto it = known->begin(); it != known->end();) it = it->second.expired() ? known->erase(it) : ++it;
+    sweep_at = std::max<size_t>(1024, 2 * known->size());
+  }
+  known->insert_or_assign(std::move(key), c10::weak_intrusive_ptr<Type>(type));
+  return type;
+}
+
+void Memory::release_resources() {
+  StorageImpl::release_resources();
+  PyRef dropped_error = std::move(error), dropped_snapshots = std::move(snapshots);
+  run.reset();
+}
+
+void Handle::release_resources() {
+  tensor.reset();
+  run.reset();
+  type.reset();
+  memory.reset();
+}
+
+LazyImpl::LazyImpl(Ptr<Handle> handle)
+    : TensorImpl(
+          c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(handle->memory)),
+          c10::DispatchKeySet(c10::DispatchKey::Lazy),
+          c10::scalarTypeToTypeMeta(handle->type->dtype)),
+      handle_(std::move(handle)) {
+  take_metadata();
+}
+
+LazyImpl::LazyImpl(Ptr<Handle> handle, const LazyImpl& base)
+    : TensorImpl(
+          c10::TensorImpl::VIEW,
+          c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(handle->memory)),
+          base.key_set(),
+          c10::scalarTypeToTypeMeta(handle->type->dtype)),
+      handle_(std::move(handle)) {
+  take_metadata();
+}
+
+void LazyImpl::take_metadata() {
+  const Type& type = *handle_->type;
+  sizes_and_strides_.set_sizes(type.shape);
+  for (size_t i = 0; i < type.stride.size(); ++i) {
+    sizes_and_strides_.stride_at_unchecked(i) = type.stride[i];
+  }
+  storage_offset_ = type.offset;
+  refresh_numel();
+  refresh_contiguous();
+  if (type.conj != is_conj()) _set_conj(type.conj);
+  if (type.neg != is_neg()) _set_neg(type.neg);
+}
+
+void LazyImpl::retype(Ptr<Handle> handle) {
+  Ptr<Handle> old = std::exchange(handle_, std::move(handle));
+  storage_ = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(handle_->memory));
+  data_type_ = c10::scalarTypeToTypeMeta(handle_->type->dtype);
+  take_metadata();
+}
+
+c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
+    const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
+  auto copy = c10::make_intrusive<LazyImpl>(handle_);
+  copy_tensor_metadata(this, copy.get(), version_counter, allow_tensor_metadata_change);
+  return copy;
+}
+
+c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
+    c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const {
+  auto copy = c10::make_intrusive<LazyImpl>(handle_);
+  copy_tensor_metadata(this, copy.get(), std::move(version_counter), allow_tensor_metadata_change);
+  return copy;
+}
+
+void LazyImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) {
+  auto* other = as_lazy(impl.get());
+  TORCH_INTERNAL_ASSERT(other != nullptr, "a lazy tensor can take over another lazy tensor only");
+  copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
+  handle_ = other->handle_;
+}
+
+}  // namespace lazystep

@@ -1,0 +1,147 @@
+// The runtime side of a value: a `Handle` per tensor value, an `Memory` per group of tensors that
+// share memory, and `LazyImpl`, the tensor on `device="lazy"` that carries a value.
+//
+// The counterpart of record/handle.py. Nothing here holds memory for elements: an `Memory` is a
+// storage without data, so that torch's own questions (do these two share memory? how large is it?)
+// get true answers, and `torch.save`, pickle and `untyped_storage` find something to ask.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "python_ref.h"
+
+namespace lazystep {
+
+template <typename T>
+using Ptr = c10::intrusive_ptr<T>;
+
+inline c10::Device lazy_device() { return {c10::DeviceType::Lazy, 0}; }
+
+// A `TensorType` of the program, unpacked. One per Python object, so that comparing addresses is
+// comparing types.
+struct Type : c10::intrusive_ptr_target {
+  PyRef python;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  bool is_strided = true;
+  bool conj = false;
+  bool neg = false;
+  int64_t offset = 0;
+  c10::SmallVector<int64_t, 5> shape;
+  c10::SmallVector<int64_t, 5> stride;
+
+  ~Type() override { forget(); }
+  // Here, too: the struct itself may be freed later, by who drops a weak reference under a lock.
+  void release_resources() override { forget(); }
+
+ private:
+  void forget();
+};
+
+// The type of a Python `TensorType`. Needs the GIL.
+Ptr<Type> type_from_python(PyObject* tensor_type);
+
+// The type of a real, strided tensor. Takes the GIL for a type that nothing uses yet.
+Ptr<Type> type_of(const at::Tensor& tensor);
+
+// A Python object whose references can be copied without the GIL.
+struct PyBox : c10::intrusive_ptr_target {
+  explicit PyBox(PyObject* object) : python(PyRef::borrow(object)) {}
+  PyRef python;
+};
+
+// Recordings are known by number, never by address: zero is no recording.
+using RecordingId = uint64_t;
+
+// How many there are, for tests that look for growth.
+inline std::atomic<int64_t> num_handles{0};
+inline std::atomic<int64_t> num_memories{0};
+
+// Memory that values are views of. Fields without a comment belong to the recorder's lock.
+struct Memory : c10::StorageImpl {
+  explicit Memory(int64_t nbytes)
+      : StorageImpl(use_byte_size_t(), nbytes, c10::DataPtr(nullptr, lazy_device()), nullptr, false) {
+    ++num_memories;
+  }
+  ~Memory() override { --num_memories; }
+
+  RecordingId recording = 0;  // that uses it now, as its storage `number`
+  int64_t number = -1;
+  RecordingId writer = 0;  // that has recorded a write into it
+  // Set when a failed step left it half updated. Read without the GIL, hence apart from the error.
+  std::atomic<bool> has_error{false};
+  // Under the GIL:
+  PyRef error;
+  PyRef snapshots;
+  Ptr<PyBox> run;  // the last queued step that makes or writes it
+
+  void release_resources() override;
+};
+
+// A tensor value: its type, its memory and, once it has been computed, its real tensor.
+struct Handle : c10::intrusive_ptr_target {
+  Handle(Ptr<Type> type, Ptr<Memory> memory) : type(std::move(type)), memory(std::move(memory)) { ++num_handles; }
+  ~Handle() override { --num_handles; }
+
+  Ptr<Type> type;
+  Ptr<Memory> memory;
+  // Under the recorder's lock: its number in the recording that made it or uses it now.
+  RecordingId recording = 0;
+  int64_t index = -1;
+  bool is_made = false;  // by that recording; otherwise it is an input of it
+  // Allocated by `empty`, and nothing has been recorded with it: the host may fill it directly.
+  std::atomic<bool> pristine{false};
+  // Under the GIL:
+  at::Tensor tensor;
+  Ptr<PyBox> run;  // the queued step that computes it; none for a value from the host
+
+  // The recording keeps a weak reference to what it made, and so the memory of this struct until
+  // the barrier; what it points to must go when the last tensor does.
+  void release_resources() override;
+};
+
+// A tensor on the lazy device.
+struct LazyImpl final : c10::TensorImpl {
+  explicit LazyImpl(Ptr<Handle> handle);
+  // A view of `base`, which decides whether autograd watches it: a view of an ordinary tensor that
+  // is made under inference mode is an ordinary tensor.
+  LazyImpl(Ptr<Handle> handle, const LazyImpl& base);
+
+  const Ptr<Handle>& handle() const { return handle_; }
+  // Stand for another value, as `t_`, `resize_` and `.data = ...` do.
+  void retype(Ptr<Handle> handle);
+
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+      const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const override;
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+      c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const override;
+  void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) override;
+
+ private:
+  void take_metadata();
+
+  Ptr<Handle> handle_;
+};
+
+// The lazy tensor behind an impl, or null. A sparse tensor of the Python class is none of ours.
+inline LazyImpl* as_lazy(c10::TensorImpl* impl) {
+  auto keys = impl->key_set();
+  bool ours = keys.has_all(c10::DispatchKeySet(c10::DispatchKey::Lazy)) && !keys.has(c10::DispatchKey::Python);
+  return ours ? static_cast<LazyImpl*>(impl) : nullptr;
+}
+
+inline at::Tensor make_view(Ptr<Handle> handle, const LazyImpl& base) {
+  return at::detail::make_tensor<LazyImpl>(std::move(handle), base);
+}
+
+inline at::Tensor make_tensor(Ptr<Handle> handle) {
+  return at::detail::make_tensor<LazyImpl>(std::move(handle));
+}
+
+}  // namespace lazystep

@@ -1,0 +1,26 @@
+// Ops that run on the host while recording, and whose results become inputs of the program:
+// allocations, draws that depend on no value, copies from the host.
+//
+// The fast way of what the handlers `_empty`, `draw` and `_to_copy` of record/python/dispatch.py do.
+// What is not one of the common cases goes there.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include "handle.h"
+
+namespace lazystep {
+
+// libgomp's function for the calling thread alone: see `serial_dispatch` in record/host.py.
+using SetNumThreads = void (*)(int);
+void use_thread_setter(SetNumThreads function);
+
+// Runs the op on the CPU with stand-ins for its lazy operands; `written` says that it writes the
+// first one, which must be pristine. False, with the stack untouched, if this is not for us.
+bool run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, bool written, bool makes_pristine);
+
+// A copy of a CPU tensor as a lazy one, for `_to_copy`. False as above.
+bool copy_from_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+}  // namespace lazystep

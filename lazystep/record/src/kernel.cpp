@@ -1,0 +1,330 @@
+#include "kernel.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/tensor_dtypes.h>
+#include <torch/csrc/utils/tensor_layouts.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
+#include <torch/library.h>
+
+#include "call.h"
+#include "host.h"
+
+namespace lazystep {
+
+namespace {
+
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+// The methods of the installed object, looked up once. Never destroyed: kernels outlive the interpreter.
+struct Python {
+  py::object dispatch, traits, decide, run_now, run_handler, source, on_full, on_draw, refuse;
+};
+
+Python& python() {
+  static auto* instance = new Python;
+  return *instance;
+}
+
+std::atomic<bool> is_refused{false};
+std::atomic<bool> is_observed{false};
+std::atomic<uint64_t> calls_to_python{0};
+
+// What is known of an op, filled in at its first call.
+struct Site {
+  std::atomic<bool> is_ready{false};
+  Mode mode = Mode::kRecord;
+  OpTraits traits;
+  Cache cache;
+  py::object op;  // torch.ops.<namespace>.<name>.<overload>
+};
+
+// -- talking to Python: needs the GIL ----------------------------------------------------------
+
+void prepare(Site& site, const OperatorHandle& op) {
+  py::gil_scoped_acquire gil;
+  if (site.is_ready) return;  // the GIL is the lock
+  const auto& name = op.operator_name();
+  auto colons = name.name.find("::");
+  py::object ops = py::module_::import("torch").attr("ops");
+  site.op = ops.attr(name.name.substr(0, colons).c_str())
+                .attr(name.name.substr(colons + 2).c_str())
+                .attr(name.overload_name.empty() ? "default" : name.overload_name.c_str());
+  auto [mode, takes_number, float_literals, is_writing, needs_nbytes] =
+      python().traits(site.op).cast<std::tuple<Mode, std::vector<bool>, bool, bool, bool>>();
+  site.mode = mode;
+  const auto& arguments = op.schema().arguments();
+  size_t num_positional = arguments.size();
+  while (num_positional > 0 && arguments[num_positional - 1].kwarg_only()) --num_positional;
+  site.traits = {
+      &op.schema(), num_positional, std::move(takes_number), float_literals, is_writing, needs_nbytes};
+  site.is_ready = true;
+}
+
+py::object to_python(const c10::Argument& argument, const IValue& value) {
+  auto is_a = [&](c10::TypeKind kind) {
+    const auto& type = argument.real_type();
+    if (type->kind() == kind) return true;
+    auto optional = type->cast<c10::OptionalType>();
+    return optional && optional->getElementType()->kind() == kind;
+  };
+  if (value.isNone()) return py::none();
+  if (value.isInt()) {
+    // These three travel as integers.
+    PyObject* object = nullptr;
+    if (is_a(c10::TypeKind::ScalarTypeType)) {
+      object = reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(value.toInt())));
+    } else if (is_a(c10::TypeKind::LayoutType)) {
+      object = reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(value.toInt())));
+    } else if (is_a(c10::TypeKind::MemoryFormatType)) {
+      object = torch::utils::getTHPMemoryFormat(static_cast<at::MemoryFormat>(value.toInt()));
+    }
+    if (object != nullptr) return py::reinterpret_borrow<py::object>(object);
+  }
+  return torch::jit::toPyObject(value);
+}
+
+std::pair<py::tuple, py::dict> to_python(const OpTraits& traits, c10::ArrayRef<IValue> values) {
+  const auto& arguments = traits.schema->arguments();
+  size_t given = num_given(traits, values);
+  py::tuple args(given);
+  for (size_t i = 0; i < given; ++i) args[i] = to_python(arguments[i], values[i]);
+  py::dict kwargs;
+  for (size_t i = traits.num_positional; i < values.size(); ++i) {
+    if (is_default(arguments[i], values[i])) continue;
+    kwargs[arguments[i].name().c_str()] = to_python(arguments[i], values[i]);
+  }
+  return {std::move(args), std::move(kwargs)};
+}
+
+void push(const c10::FunctionSchema& schema, const py::object& out, Stack* stack) {
+  const auto& returns = schema.returns();
+  if (returns.size() == 1) {
+    stack->push_back(torch::jit::toIValue(out, returns[0].real_type()));
+  } else if (returns.size() > 1) {
+    auto outs = out.cast<py::sequence>();
+    for (size_t i = 0; i < returns.size(); ++i) {
+      stack->push_back(torch::jit::toIValue(outs[i], returns[i].real_type()));
+    }
+  }
+}
+
+// Runs Python. An exception there goes on through torch's C++ as torch's own Python kernels' do.
+template <typename Function>
+auto call_python(const Function& function) {
+  py::gil_scoped_acquire gil;
+  ++calls_to_python;
+  try {
+    return function();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    throw python_error();
+  }
+}
+
+// Replace the arguments on the stack by what `call(args, kwargs)` returns.
+template <typename Function>
+void run_in_python(const Site& site, const OperatorHandle& op, c10::ArrayRef<IValue> values, Stack* stack, const Function& call) {
+  call_python([&] {
+    auto [args, kwargs] = to_python(site.traits, values);
+    py::object out = call(args, kwargs);
+    args = py::tuple();  // nothing here holds an operand longer than the op does
+    torch::jit::drop(*stack, values.size());
+    push(op.schema(), out, stack);
+  });
+}
+
+void run_handler(const Site& site, const OperatorHandle& op, c10::ArrayRef<IValue> values, Stack* stack) {
+  run_in_python(site, op, values, stack, [&](const py::tuple& args, const py::dict& kwargs) {
+    return python().run_handler(site.op, args, kwargs);
+  });
+}
+
+std::shared_ptr<const Line> decide(Site& site, c10::ArrayRef<IValue> values, const Call& call, size_t hash) {
+  return call_python([&] {
+    auto [args, kwargs] = to_python(site.traits, values);
+    py::object decision = python().decide(site.op, args, kwargs);
+    return site.cache.add(call, hash, decision.ptr());
+  });
+}
+
+[[noreturn]] void raise(const OperandError& error) {
+  call_python([&] {
+    PyObject* object = error.memory->error.get();
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object)), object);
+    throw python_error();
+  });
+  std::abort();  // not reached
+}
+
+// -- the hot path: no GIL ----------------------------------------------------------------------
+
+Afterwards record(
+    const Ptr<Decision>& decision, const Call& call, size_t num_arguments, bool returns, Stack* stack) {
+  c10::SmallVector<Handle*, 8> operands;
+  for (LazyImpl* operand : call.operands) operands.push_back(operand->handle().get());
+  c10::SmallVector<Ptr<Handle>, 4> made;
+  Afterwards afterwards;
+  try {
+    afterwards = recorder().record(decision, operands, call.numbers, made);
+  } catch (const OperandError& error) {
+    raise(error);
+  }
+  size_t num_new = made.size() - decision->rebinds.size();
+  for (size_t i = 0; i < decision->rebinds.size(); ++i) {
+    call.operands[decision->rebinds[i]]->retype(std::move(made[num_new + i]));
+  }
+  c10::SmallVector<at::Tensor, 4> results;
+  for (const auto& [kind, number] : decision->results) {
+    if (kind == Decision::Result::kMade) {
+      int64_t base = decision->made[number].alias;
+      results.push_back(
+          base < 0 ? make_tensor(std::move(made[number]))
+                   : make_view(std::move(made[number]), *call.operands[base]));
+    } else if (kind == Decision::Result::kOperand) {
+      results.push_back(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+          call.operands[number])));
+    } else {
+      results.emplace_back();
+    }
+  }
+  torch::jit::drop(*stack, num_arguments);
+  if (decision->structure == Decision::kList) {
+    stack->emplace_back(std::vector<at::Tensor>(results.begin(), results.end()));
+  } else if (returns) {
+    for (at::Tensor& result : results) stack->emplace_back(std::move(result));
+  }
+  return afterwards;
+}
+
+// Tell the lines of new entries, and cut a recording that is full. Runs Python.
+void after_recording(const Afterwards& afterwards) {
+  if (afterwards.first < afterwards.last) {
+    Ptr<PyBox> source = call_python([&]() -> Ptr<PyBox> {
+      py::object line = python().source();
+      return line.is_none() ? nullptr : c10::make_intrusive<PyBox>(line.ptr());
+    });
+    if (source) recorder().set_source(afterwards, source);
+  }
+  if (afterwards.is_full) call_python([] { python().on_full(); });
+}
+
+void run(Site& site, const OperatorHandle& op, Stack* stack) {
+  if (is_refused) call_python([] { python().refuse(); });
+  if (!site.is_ready) prepare(site, op);
+  const auto& schema = op.schema();
+  size_t num_arguments = schema.arguments().size();
+  auto values = torch::jit::last(*stack, num_arguments);
+  if (site.mode == Mode::kHandler) return run_handler(site, op, values, stack);
+  if (site.mode == Mode::kEmpty) {
+    if (is_observed || !run_on_host(op, stack, false, true)) run_handler(site, op, values, stack);
+    return;
+  }
+  if (site.mode == Mode::kToCopy && copy_from_host(op, stack)) return;
+  Call call;
+  if (!call.read(site.traits, values)) return run_handler(site, op, values, stack);
+  if (site.mode == Mode::kDetach) {
+    at::Tensor other = make_view(call.operands[0]->handle(), *call.operands[0]);
+    torch::jit::drop(*stack, num_arguments);
+    stack->emplace_back(std::move(other));
+    return;
+  }
+  if (site.mode == Mode::kOverwrite && call.operands[0]->handle()->memory->has_error) {
+    return run_handler(site, op, values, stack);
+  }
+  size_t hash = call.hash();
+  auto line = site.cache.find(call, hash);
+  if (line == nullptr) line = decide(site, values, call, hash);
+  if (line->action == Line::kRecord) {
+    Afterwards afterwards = record(line->decision, call, num_arguments, !schema.returns().empty(), stack);
+    return after_recording(afterwards);
+  }
+  if (line->action == Line::kDraw && !is_observed && run_on_host(op, stack, site.traits.is_writing, false)) {
+    call_python([] { python().on_draw(); });
+    return;
+  }
+  run_in_python(site, op, values, stack, [&](const py::tuple& args, const py::dict& kwargs) {
+    return python().run_now(py::handle(line->python.get()), args, kwargs);
+  });
+}
+
+// -- registration ------------------------------------------------------------------------------
+
+struct Kernel final : c10::OperatorKernel {
+  explicit Kernel(Site* site) : site(site) {}
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { run(*site, op, stack); }
+  Site* site;
+};
+
+// For ops that were not there when kernels were registered.
+void fallback(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  static auto* mutex = new std::mutex;
+  static auto* sites = new std::unordered_map<c10::OperatorName, Site*>;
+  Site* site = nullptr;
+  {
+    std::lock_guard lock(*mutex);
+    Site*& found = (*sites)[op.operator_name()];
+    if (found == nullptr) found = new Site;
+    site = found;
+  }
+  run(*site, op, stack);
+}
+
+// Registrations last as long as the process.
+void keep(c10::RegistrationHandleRAII handle) {
+  static auto* handles = new std::vector<c10::RegistrationHandleRAII>;
+  handles->push_back(std::move(handle));
+}
+
+}  // namespace
+
+void install(const py::object& dispatch) {
+  auto method = [&](const char* name) { return py::object(dispatch.attr(name)); };
+  python() = {
+      dispatch, method("traits"), method("decide"), method("run_now"), method("run_handler"),
+      method("source"), method("on_full"), method("on_draw"), method("refuse")};
+}
+
+py::object installed() { return python().dispatch; }
+
+void register_kernel(const std::string& name, const std::string& overload) {
+  // By name: an op may be removed and defined anew, with another schema.
+  static auto* sites = new std::unordered_map<c10::OperatorName, Site*>;
+  auto [found, is_new] = sites->try_emplace(c10::OperatorName(name, overload), nullptr);
+  if (!is_new) {
+    found->second->cache.clear();
+    found->second->is_ready = false;
+    return;
+  }
+  found->second = new Site;
+  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(found->second));
+  keep(c10::Dispatcher::singleton().registerImpl(
+      {name, overload}, c10::DispatchKey::Lazy, std::move(kernel), std::nullopt, nullptr, "lazystep"));
+}
+
+void register_fallback() {
+  // The other two are asked for tensors that are not there yet: results with a sparse layout.
+  for (auto key : {c10::DispatchKey::Lazy, c10::DispatchKey::SparseLazy, c10::DispatchKey::SparseCsrLazy}) {
+    keep(c10::Dispatcher::singleton().registerFallback(
+        key, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "lazystep"));
+  }
+}
+
+void register_sparse_kernel(const std::string& name, const std::string& overload) {
+  keep(c10::Dispatcher::singleton().registerImpl(
+      {name, overload}, c10::DispatchKey::SparseCsrLazy, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
+      std::nullopt, nullptr, "lazystep"));
+}
+
+void set_observed(bool observed) { is_observed = observed; }
+
+void refuse() { is_refused = true; }
+
+uint64_t num_calls_to_python() { return calls_to_python; }
+
+}  // namespace lazystep

@@ -1,0 +1,274 @@
+// The extension as Python sees it. Its types stand in ../_recorder.pyi.
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "cut.h"
+#include "host.h"
+#include "kernel.h"
+
+namespace lazystep {
+
+namespace {
+
+// A handle that does not keep its value alive.
+struct WeakHandle {
+  c10::weak_intrusive_ptr<Handle> handle;
+};
+
+// `tensor.to("lazy")` asks the guard for the device's index. There is one lazy device.
+struct DeviceGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::Lazy> {
+  c10::Device getDevice() const override { return lazy_device(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+};
+
+bool is_lazy(py::handle object) {
+  return THPVariable_Check(object.ptr()) &&
+      THPVariable_Unpack(object.ptr()).key_set().has_backend(c10::BackendComponent::LazyBit);
+}
+
+LazyImpl* lazy_impl(py::handle object) {
+  return THPVariable_Check(object.ptr()) ? as_lazy(THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl())
+                                         : nullptr;
+}
+
+// The handle of a lazy tensor, null for any other object. A sparse one carries it in an attribute: ops/sparse.py.
+Ptr<Handle> find_handle(py::handle object) {
+  if (LazyImpl* lazy = lazy_impl(object)) return lazy->handle();
+  return is_lazy(object) ? object.attr("_handle").cast<Ptr<Handle>>() : nullptr;
+}
+
+std::vector<Ptr<Handle>> find_handles(const py::list& objects) {
+  std::vector<Ptr<Handle>> handles;
+  handles.reserve(objects.size());
+  for (auto object : objects) handles.push_back(find_handle(object));
+  return handles;
+}
+
+bool have_handles(const py::list& objects, const py::list& handles) {
+  if (objects.size() != handles.size()) return false;
+  for (size_t i = 0; i < objects.size(); ++i) {
+    LazyImpl* lazy = lazy_impl(objects[i]);
+    if (lazy == nullptr || lazy->handle().get() != py::cast<Handle*>(handles[i])) return false;
+  }
+  return true;
+}
+
+// A byte per tensor: gradient wanted (1), there (2), hooks before (4) or after its accumulation (8).
+py::bytes gradient_flags(const py::list& tensors) {
+  std::string flags(tensors.size(), 0);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = THPVariable_Unpack(tensors[i].ptr());
+    // A tensor that autograd has never met has none of these.
+    if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) continue;
+    flags[i] = static_cast<char>(
+        tensor.requires_grad() | (tensor.grad().defined() << 1) |
+        (!torch::autograd::impl::hooks(tensor).empty() << 2) |
+        ((torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) << 3));
+  }
+  return py::bytes(flags);
+}
+
+py::list entries_to_python(const KnownRecording& known) {
+  const Entries& entries = known.entries;
+  py::list list(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    size_t start = entries.starts[i], size = entries.end_of(i) - start;
+    py::tuple entry(size);
+    Word head = entries.words[start];
+    const PyRef& object = (head & 1) ? reinterpret_cast<Type*>(head ^ 1)->python
+                                     : reinterpret_cast<Decision*>(head)->python;
+    entry[0] = py::reinterpret_borrow<py::object>(object.get());
+    for (size_t j = 1; j < size; ++j) entry[j] = static_cast<int64_t>(entries.words[start + j]);
+    list[i] = std::move(entry);
+  }
+  return list;
+}
+
+py::list sources_to_python(const KnownRecording& known) {
+  py::list list(known.sources.size());
+  for (size_t i = 0; i < known.sources.size(); ++i) list[i] = none_if_null(known.sources[i]);
+  return list;
+}
+
+void define_handles(py::module_& module) {
+  py::class_<Memory, Ptr<Memory>>(module, "Memory")
+      .def(py::init([](int64_t nbytes) { return c10::make_intrusive<Memory>(nbytes); }), py::arg("nbytes"))
+      .def_property(
+          "nbytes", [](const Memory& memory) { return memory.nbytes(); },
+          [](Memory& memory, int64_t nbytes) { memory.set_nbytes(nbytes); })
+      .def_property(
+          "error", [](const Memory& memory) { return none_if_null(memory.error); },
+          [](Memory& memory, const py::object& error) {
+            memory.error = error.is_none() ? PyRef() : PyRef::borrow(error.ptr());
+            memory.has_error = !error.is_none();
+          })
+      .def_property(
+          "run", [](const Memory& memory) { return none_if_null(memory.run); },
+          [](Memory& memory, const py::object& run) { memory.run = box_of(run); })
+      .def_property(
+          "snapshots",
+          [](const Memory& memory) -> py::object {
+            return memory.snapshots ? py::reinterpret_borrow<py::object>(memory.snapshots.get()) : py::tuple();
+          },
+          [](Memory& memory, const py::sequence& snapshots) {
+            memory.snapshots = snapshots.size() ? PyRef::borrow(snapshots.ptr()) : PyRef();
+          });
+
+  py::class_<Handle, Ptr<Handle>>(module, "Handle")
+      .def(
+          py::init([](const py::object& type, Ptr<Memory> memory) {
+            return c10::make_intrusive<Handle>(type_from_python(type.ptr()), std::move(memory));
+          }),
+          py::arg("type"), py::arg("memory"))
+      .def_property_readonly("type", [](const Handle& handle) { return none_if_null(handle.type->python); })
+      .def_property_readonly("memory", [](const Handle& handle) { return handle.memory; })
+      .def_property(
+          "tensor",
+          [](const Handle& handle) -> py::object {
+            return handle.tensor.defined() ? py::cast(handle.tensor) : py::none();
+          },
+          [](Handle& handle, const at::Tensor& tensor) { handle.tensor = tensor; })
+      .def_property(
+          "run", [](const Handle& handle) { return none_if_null(handle.run); },
+          [](Handle& handle, const py::object& run) { handle.run = box_of(run); })
+      .def_property(
+          "pristine", [](const Handle& handle) { return handle.pristine.load(); },
+          [](Handle& handle, bool pristine) { handle.pristine = pristine; })
+      .def_property_readonly(
+          "is_alone",
+          [](Handle& handle) {
+            // One reference to the handle is that of the Python object that asks, the one to the memory is ours.
+            return c10::raw::intrusive_ptr::use_count(&handle) == 1 && handle.memory.use_count() == 1;
+          })
+      .def("weakly", [](const Ptr<Handle>& handle) { return WeakHandle{c10::weak_intrusive_ptr<Handle>(handle)}; })
+      .def("__reduce_ex__", [](const py::object&, const py::object&) -> py::object {
+        throw py::type_error("a handle belongs to its process and can't be pickled or copied");
+      });
+
+  py::class_<WeakHandle>(module, "WeakHandle").def("__call__", [](const WeakHandle& weak) {
+    return weak.handle.lock();
+  });
+
+  py::class_<Handles, std::shared_ptr<Handles>>(module, "Handles")
+      .def("__len__", [](const Handles& self) { return self.handles.size(); })
+      .def(
+          "__getitem__",
+          [](const Handles& self, size_t i) {
+            if (i >= self.handles.size()) throw py::index_error();
+            return self.handles[i];
+          })
+      .def("tensors", &Handles::tensors)
+      .def("deliver", &Handles::deliver)
+      .def("suspects", &Handles::suspects);
+
+  module.def("is_lazy", &is_lazy);
+  module.def("find_handle", &find_handle);
+  module.def("find_handles", &find_handles);
+  module.def("have_handles", &have_handles);
+  module.def("gradient_flags", &gradient_flags);
+  module.def("wrap", [](Ptr<Handle> handle) { return make_tensor(std::move(handle)); });
+  module.def("retype", [](py::handle tensor, Ptr<Handle> handle) {
+    LazyImpl* lazy = lazy_impl(tensor);
+    TORCH_CHECK(lazy != nullptr, "retype takes a strided lazy tensor");
+    lazy->retype(std::move(handle));
+  });
+}
+
+// One recorder per process.
+void define_recorder(py::module_& module) {
+  py::class_<KnownRecording, Ptr<KnownRecording>>(module, "KnownRecording")
+      .def_property_readonly("entries", &entries_to_python)
+      .def_property_readonly("sources", &sources_to_python);
+
+  py::class_<Scalars, std::shared_ptr<Scalars>>(module, "Scalars").def("tolist", &Scalars::to_list);
+
+  py::class_<Written, std::shared_ptr<Written>>(module, "Written")
+      .def("with_snapshots", &Written::with_snapshots)
+      .def("get", &Written::get);
+
+  py::class_<Layout>(module, "Layout")
+      .def(
+          py::init<
+              std::vector<int64_t>, const std::vector<std::tuple<py::object, int64_t, int64_t>>&,
+              std::vector<int64_t>>(),
+          py::arg("inputs"), py::arg("outputs"), py::arg("written"));
+
+  py::class_<Binding>(module, "Binding")
+      .def(py::init<const Layout&, std::vector<Ptr<Handle>>>(), py::arg("layout"), py::arg("inputs"))
+      .def_readonly("inputs", &Binding::inputs)
+      .def_readonly("outputs", &Binding::outputs)
+      .def_readonly("written", &Binding::written)
+      .def("commit", &Binding::commit);
+
+  py::class_<Cut>(module, "Cut")
+      .def_readonly("known", &Cut::known)
+      .def_readonly("inputs", &Cut::inputs)
+      .def_readonly("scalars", &Cut::scalars)
+      .def_readonly("written", &Cut::written)
+      .def_readonly("num_instructions", &Cut::num_instructions)
+      .def_readonly("started", &Cut::started)
+      .def_property_readonly("outputs", &Cut::outputs)
+      .def("handles_of", &Cut::handles_of)
+      .def("commit", &Cut::commit);
+
+  module.def("num_entries", [] { return recorder().num_entries(); });
+  module.def("num_lookups", [] { return recorder().num_lookups.load(); });
+  module.def("num_alive", [] { return std::make_pair(num_handles.load(), num_memories.load()); });
+  module.def("num_calls_to_python", &num_calls_to_python);
+  module.def("set_max_entries", [](size_t limit) { recorder().max_entries = limit; });
+  module.def("is_pending", [](const Handle& handle) { return recorder().is_pending(handle); });
+  module.def("index_in_current", [](const Handle& handle) { return recorder().index_in_current(handle); });
+  module.def("cut", []() -> std::unique_ptr<Cut> {
+    Finished finished;
+    if (!recorder().cut(finished)) return nullptr;
+    auto known = recorder().identify(finished.recording);
+    return std::make_unique<Cut>(std::move(finished), std::move(known));
+  });
+  module.def("peek", [] { return recorder().peek(); });
+  module.def("guess_next", [](const Ptr<KnownRecording>& known) { recorder().guess_next(known); });
+}
+
+void define_registration(py::module_& module) {
+  py::enum_<Mode>(module, "Mode")
+      .value("RECORD", Mode::kRecord)
+      .value("HANDLER", Mode::kHandler)
+      .value("DETACH", Mode::kDetach)
+      .value("OVERWRITE", Mode::kOverwrite)
+      .value("EMPTY", Mode::kEmpty)
+      .value("TO_COPY", Mode::kToCopy);
+  module.def(
+      "install",
+      [](const py::object& dispatch, uintptr_t set_num_threads) {
+        install(dispatch);
+        use_thread_setter(reinterpret_cast<SetNumThreads>(set_num_threads));
+        static DeviceGuard guard;
+        c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::Lazy)] = &guard;
+      },
+      py::arg("dispatch"), py::arg("set_num_threads"));
+  module.def("installed", &installed);
+  module.def("register_kernel", &register_kernel);
+  module.def("register_sparse_kernel", &register_sparse_kernel);
+  module.def("register_fallback", &register_fallback);
+  module.def("set_observed", &set_observed);
+  module.def("refuse", &refuse);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.attr("torch_version") = TORCH_VERSION;
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
+  define_handles(module);
+  define_recorder(module);
+  define_registration(module);
+}
+
+}  // namespace lazystep

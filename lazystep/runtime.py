@@ -1,0 +1,261 @@
+"""The lazy device's state: one recorder, one program cache, one executor, and what connects them.
+
+Wires record, tiers and execute together; they do not know each other. Everything that makes a recording run
+goes through `Runtime.flush`: `mark_step`, reads that need values, and the automatic barrier of a recording
+that has grown too long. A captured step goes through `Runtime.replay`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from . import metrics, timeline
+from .config import settings
+from .errors import LazyStepError
+from .execute.executor import Executor, report_dropped
+from .execute.run import Run
+from .notices import print_notices
+from .openmp import release_pool
+from .program.program import Number, Program
+from .record import _recorder, observer
+from .record._recorder import Binding, Cut, Layout
+from .record.assemble import assemble
+from .record.handle import Handle, Handles
+from .record.recorder import Recorder
+from .record.written import WrittenMemory, find_error
+from .step_closures import DeviceContext, get_device_context, report_at_exit
+from .tiers.history import History
+from .tiers.program_cache import ProgramCache, Variant
+from .tiers.tiered import TieredExecutable, Tiers
+
+
+class Runtime:
+    """One per process. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder(self)
+        self.programs = ProgramCache()
+        self.executor = Executor()
+        self.tiers = Tiers()
+        self.history = History()
+        self.num_steps = 0
+        self.last_program: Program | None = None
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self.recorder.refuse_after_fork)
+
+    # -- barriers ------------------------------------------------------------------------------
+
+    def flush(self, context: DeviceContext | None = None) -> Run | None:
+        """Queue everything that has been recorded. Waits only for a place among the steps in flight.
+
+        With a context this is the end of a step, and its closures see the present values.
+        Waiting happens without the lock. Cutting and queueing happen in one piece under it, so that programs
+        run in the order in which they were recorded, whichever thread cuts them.
+        """
+        self.recorder.check_fork()
+        while True:
+            with self.recorder.lock:
+                if self.executor.has_room() or not self.recorder.num_entries:
+                    run = self._cut_and_submit()
+                    if context is not None:
+                        context.end_step()
+                    return run
+            self.executor.wait_for_room()
+
+    def _cut_and_submit(self) -> Run | None:
+        cut = _recorder.cut()
+        if cut is None:
+            return None
+        profile = timeline.active
+        start = time.perf_counter() if profile is not None else 0.0
+        variant = self._find_program(cut)
+        _recorder.guess_next(cut.known)
+        outputs = cut.handles_of(variant.outputs)
+        scalars = cut.scalars.tolist
+        watching = observer.current()
+        if watching is not None:
+            scalars = watching.on_cut(cut, outputs, scalars()).copy
+        run = self._make_run(variant, cut, outputs, scalars)
+        metrics.count("programs_recorded")
+        metrics.count("instructions_recorded", cut.num_instructions)
+        metrics.add_seconds("recording", time.perf_counter() - cut.started)
+        cut.commit(run)
+        release_pool()
+        self.executor.submit(run)
+        if profile is not None:
+            args = {"step": run.step, "program": variant.executable.number}
+            profile.add("record", "recording", cut.started, start, instructions=cut.num_instructions, **args)
+            profile.add("barrier", "barrier", start, time.perf_counter(), **args)
+        return run
+
+    def _find_program(self, cut: Cut) -> Variant:
+        outputs = cut.outputs
+        variant = self.programs.find(cut.known, outputs)
+        if variant is not None:
+            metrics.count("cache_hits")
+            self.history.repeated()
+            return variant
+        metrics.count("cache_misses")
+        program = assemble(cut.known.entries, cut.known.sources, outputs)
+        variant = Variant(outputs, TieredExecutable(program, self.tiers))
+        self.history.appeared(variant.executable)
+        self.programs.add(cut.known, variant, settings.program_cache_size)
+        return variant
+
+    def _make_run(
+        self,
+        variant: Variant,
+        source: Cut | Binding,
+        outputs: Handles[Handle] | Handles[Handle | None],
+        scalars: Callable[[], list[Number]],
+    ) -> Run:
+        self.num_steps += 1
+        self.last_program = program = variant.executable.program
+        memory = WrittenMemory(source.inputs, source.written, program)
+        return Run(variant.executable, source.inputs, scalars, outputs, self.num_steps, memory)
+
+    def remembered_programs(self) -> list[TieredExecutable]:
+        """The programs of the process in order of appearance; the last ones if there are many."""
+        with self.recorder.lock:
+            return self.history.programs()
+
+    # -- replays -------------------------------------------------------------------------------
+
+    def layout_of(self, variant: Variant) -> Layout:
+        """The storages of a known program, for `replay`."""
+        program = variant.executable.program
+        outputs = [program.values[value] for value in variant.outputs]
+        return Layout(
+            [program.values[value].storage for value in program.inputs],
+            [(type_, number, program.storages[number].nbytes) for type_, number in outputs],
+            variant.executable.written_storages,
+        )
+
+    def replay(
+        self,
+        variant: Variant,
+        layout: Layout,
+        inputs: list[Handle],
+        scalars: list[Number],
+        context: DeviceContext,
+        prepare: Callable[[Handles[Handle]], None],
+    ) -> None:
+        """Queue a known program on these inputs, as the whole of a step, without a recording.
+
+        `prepare` gets the handles of the outputs before the step ends, to hand them to closures.
+        Waits only for a place among the steps in flight.
+        """
+        self.recorder.check_fork()
+        while True:
+            with self.recorder.lock:
+                if self.executor.has_room():
+                    self._submit_replay(variant, layout, inputs, scalars, context, prepare)
+                    return
+            self.executor.wait_for_room()
+
+    def _submit_replay(
+        self,
+        variant: Variant,
+        layout: Layout,
+        inputs: list[Handle],
+        scalars: list[Number],
+        context: DeviceContext,
+        prepare: Callable[[Handles[Handle]], None],
+    ) -> None:
+        profile = timeline.active
+        start = time.perf_counter() if profile is not None else 0.0
+        binding = Binding(layout, inputs)
+        run = self._make_run(variant, binding, binding.outputs, scalars.copy)
+        binding.commit(run)
+        prepare(binding.outputs)
+        context.end_step()
+        metrics.count("programs_replayed")
+        release_pool()
+        self.executor.submit(run)
+        if profile is not None:
+            args = {"step": run.step, "program": variant.executable.number}
+            profile.add("barrier", "barrier", start, time.perf_counter(), **args)
+
+    # -- reads, and the recorder's questions: see `Barrier` --------------------------------------
+
+    def on_full(self) -> None:
+        """Queue a recording that has reached its largest size."""
+        metrics.count("automatic_barriers")
+        self.flush()
+
+    def synchronize(self, handles: Sequence[Handle]) -> None:
+        """Run what is recorded if one of these values depends on it, and wait for the values.
+
+        Waits for the steps that make or write them, not for the steps queued behind those.
+        Raises the error of a step that failed to make them or left them half updated.
+        """
+        self.recorder.check_fork()
+        with self.recorder.lock:
+            is_pending = any(map(_recorder.is_pending, handles))
+        if is_pending:
+            self.flush()
+        start = time.perf_counter()
+        for handle in handles:
+            for run in (handle.run, handle.memory.run):
+                if run is not None:
+                    run.wait()
+        metrics.add_seconds("waiting", time.perf_counter() - start)
+        error = find_error(handles)
+        if error is not None:
+            self._forget_failure(error)
+            raise _again(error)
+
+    def synchronize_all(self) -> None:
+        """Run what is recorded and wait until the executor is idle. Raises what failed."""
+        self.flush()
+        self.executor.wait_idle()
+        self.raise_failures()
+
+    def _forget_failure(self, error: LazyStepError) -> None:
+        """A failure that a read reports is not reported again by the next barrier."""
+        rest = [e for e in self.executor.take_failures() if e is not error]
+        self.executor.put_back(rest)
+
+    def raise_failures(self) -> None:
+        """Raise what has failed in the background since the last call: the first, with the rest as notes."""
+        failures = self.executor.take_failures()
+        if failures:
+            for other in failures[1:]:
+                failures[0].add_note(f"also: {other}")
+            raise failures[0]
+
+    # -- the end of the process ------------------------------------------------------------------
+
+    def _at_exit(self) -> None:
+        if self.recorder.is_forked:
+            return
+        context = get_device_context()
+        self.tiers.close()
+        try:
+            report_dropped(self.executor.close(settings.exit_timeout))
+            dropped = context.close(settings.exit_timeout)
+            failures = [*self.executor.take_failures(), *context.async_handler.take_failures()]
+            report_at_exit(dropped, failures)
+            print_notices()
+        except KeyboardInterrupt:
+            return
+        if failures:
+            # An exit handler can't change the exit status in any other way. Handlers that were
+            # registered before lazystep was imported do not run then: the run has failed anyway.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _again(error: LazyStepError) -> LazyStepError:
+    # A fresh object per raise: tracebacks pile up on an exception that is raised again and again.
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+runtime: Runtime = Runtime()

@@ -1,0 +1,355 @@
+"""Which executable runs a program.
+
+Every program starts on the reference executable, which is right at once. A program that repeats is built in
+the background. When its library has been loaded, the executor switches between two steps. The first native
+run is compared with the reference on the same inputs, and a library that disagrees is never used. A program
+whose library is on disk starts natively.
+
+A library fits one number of threads and one set of fixed scalars. So the choice is made per
+`Specialization`, a state machine whose `Stage` only the executor thread changes. The training thread never
+waits for a compiler.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from .. import metrics
+from ..compile.builder import Builder, BuildError, Request
+from ..compile.cache import Library
+from ..compile.scalars import fixed_slots
+from ..config import settings
+from ..execute.library import load
+from ..execute.malloc import keep_freed_memory
+from ..execute.native import NativeExecutable, UnfitError
+from ..execute.reference import ReferenceExecutable
+from ..execute.thread_choice import ThreadChoice
+from ..notices import notice
+from ..openmp import sleeping_barriers
+from ..program.program import Number, Program
+from ..program.signature import NotCallableError, Signature, signature_of
+from .check import run_checked
+
+# A program with more of them has a fixed scalar that changes all the time.
+_MAX_SPECIALIZATIONS = 64
+
+
+class Stage(enum.Enum):
+    """Where a specialization of a program stands. The order of the members is the order of its life."""
+
+    # On the reference until it has run `build_after` times.
+    # Ends as BUILDING; as UNCHECKED or NATIVE if the library is on disk; as STAYS if it may not be built.
+    COUNTING = "counting"
+    # On the reference while its library is being built. Ends as UNCHECKED, or as STAYS if the build fails.
+    BUILDING = "building"
+    # The library is loaded, and the next run compares it. Ends as NATIVE, or as STAYS if it disagrees.
+    UNCHECKED = "unchecked"
+    # Ends as STAYS if inputs come that do not fit the library, or if a later check finds a difference.
+    NATIVE = "native"
+    # On the reference for good: `reason` says why.
+    STAYS = "stays on the reference executable"
+
+
+class Tiers:
+    """What all programs share: the builder, and how many libraries have been loaded."""
+
+    def __init__(self) -> None:
+        self.builder = Builder(sleeping_barriers)
+        self.num_loaded = 0  # ever: a library that is not used any more stays mapped
+
+    def close(self) -> None:
+        """End building, at once."""
+        self.builder.close()
+
+    def wait_for_builds(self, timeout: float) -> bool:
+        """Block until nothing is queued or being built. False after `timeout` seconds."""
+        start = time.perf_counter()
+        is_idle = self.builder.wait_idle(timeout)
+        metrics.count("waits_for_compile")
+        metrics.add_seconds("waiting_for_compile", time.perf_counter() - start)
+        return is_idle
+
+
+class TieredExecutable:
+    """A program on the best executable that there is for it. See `Executable`."""
+
+    def __init__(self, program: Program, tiers: Tiers) -> None:
+        self.program = program
+        self.written_storages = tuple(program.storage_writes())
+        self.number = 0
+        self.tier = "reference"
+        self.num_runs = 0
+        self.num_native_runs = 0
+        self.specializations: dict[tuple[object, ...], Specialization] = {}
+        self._tiers = tiers
+        self._reference = ReferenceExecutable(program)
+        self._signature: Signature | None = None
+        # Why the program has no signature, and so no library.
+        self._refusal = ""
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
+        """See `Executable.run`."""
+        self.num_runs += 1
+        self.tier = "reference"
+        specialization = self._specialization(scalars) if settings.tier != "reference" else None
+        library = specialization.advance() if specialization is not None else None
+        if specialization is None or library is None:
+            metrics.count("reference_executions")
+            return self._reference.run(inputs, scalars)
+        try:
+            if specialization.is_check_due():
+                checked = run_checked(library.native, self._reference, inputs, scalars)
+                self.tier = "checked"
+                specialization.end_check(checked.failure, checked.mismatch)
+                return checked.outputs
+            outputs = library.run(inputs, scalars)
+        except UnfitError as error:
+            torch.set_num_threads(library.native.num_threads)
+            specialization.stay("unfit_inputs", f"its inputs do not fit the library: {error}")
+            return self._reference.run(inputs, scalars)
+        self.tier = "native"
+        self.num_native_runs += 1
+        metrics.count("native_executions")
+        return outputs
+
+    def _specialization(self, scalars: Sequence[Number]) -> Specialization | None:
+        """The one for these scalars and the present number of threads; None if there can be none."""
+        signature = self._signature or self._sign()
+        if signature is None:
+            return None
+        num_threads = torch.get_num_threads()
+        # Zeros by their text: 0.0 and -0.0 are equal and not the same.
+        key = (num_threads, *(scalars[slot] or repr(scalars[slot]) for slot in signature.fixed))
+        found = self.specializations.get(key)
+        if found is None and len(self.specializations) < _MAX_SPECIALIZATIONS:
+            fixed = {slot: scalars[slot] for slot in signature.fixed}
+            found = Specialization(self.program, signature, fixed, num_threads, self._tiers)
+            self.specializations[key] = found
+        return found
+
+    def _sign(self) -> Signature | None:
+        if self._refusal:
+            return None
+        unknown = _first_foreign_op(self.program)
+        if unknown:
+            self._refusal = f"{unknown} is not one of torch's own ops: the builder does not know it"
+            _count_refusal("custom_op")
+            return None
+        try:
+            self._signature = signature_of(self.program, fixed_slots(self.program))
+        except NotCallableError as error:
+            self._refusal = str(error)
+            _count_refusal("not_callable")
+        return self._signature
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the specialization that has come furthest. For `standing` and for tests."""
+        if self._refusal:
+            return Stage.STAYS
+        stages = [one.stage for one in self.specializations.values()]
+        for stage in (Stage.NATIVE, Stage.UNCHECKED, Stage.BUILDING, Stage.COUNTING, Stage.STAYS):
+            if stage in stages:
+                return stage
+        return Stage.COUNTING
+
+    @property
+    def standing(self) -> str:
+        """In plain words: on which executable the program runs, and why."""
+        reasons = [one.reason for one in self.specializations.values() if one.reason]
+        reason = self._refusal or (reasons[-1] if reasons else "")
+        stage = self.stage
+        if stage is Stage.STAYS:
+            return f"stays on the reference executable: {reason}"
+        if stage is Stage.BUILDING:
+            if any(one.is_ready for one in self.specializations.values()):
+                return "on the reference executable; its library is ready for the next run"
+            return "on the reference executable while its library is being built"
+        if stage in (Stage.UNCHECKED, Stage.NATIVE):
+            return "native" + (f"; some runs are on the reference executable: {reason}" if reason else "")
+        if self.num_runs >= settings.build_after and not self.specializations:
+            return "on the reference executable: the tier was `reference` whenever it ran"
+        return "on the reference executable: it has not repeated often enough to be built"
+
+
+class Specialization:
+    """A program for one number of threads and one set of fixed scalars. See `Stage`.
+
+    Belongs to the executor thread, except for the delivery of a build.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        signature: Signature,
+        fixed: Mapping[int, Number],
+        num_threads: int,
+        tiers: Tiers,
+    ) -> None:
+        self.stage = Stage.COUNTING
+        self.reason = ""
+        self.library: LoadedLibrary | None = None
+        self._program = program
+        self._signature = signature
+        self._fixed = fixed
+        self._num_threads = num_threads
+        self._tiers = tiers
+        self._num_runs = 0
+        # Set by the build thread, the result first. Taken over by the executor thread.
+        self._delivered: LoadedLibrary | BuildError | None = None
+        self._is_delivered = threading.Event()
+
+    def advance(self) -> LoadedLibrary | None:
+        """A run is about to begin: go to the next stage if it is time. Returns the library to run on."""
+        if self.stage is Stage.COUNTING:
+            self._count_run()
+        if self.stage is Stage.BUILDING:
+            if settings.tier == "native" and not self._is_delivered.is_set():
+                metrics.count("executor_waits_for_compile")
+                self._is_delivered.wait(settings.build_timeout)
+            self._take_delivery()
+        return self.library
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a build has ended and no run has come since."""
+        return self._delivered is not None
+
+    def is_check_due(self) -> bool:
+        """Whether the next run is compared with the reference."""
+        period = settings.check_native
+        if period == "off" or self.library is None:
+            return False
+        is_turn = period.isdigit() and self.library.num_runs % int(period) == 0
+        return self.stage is Stage.UNCHECKED or is_turn
+
+    def end_check(self, failure: str, mismatch: str) -> None:
+        """Take the outcome of a check: texts that are empty if the library ran and agreed."""
+        assert self.library is not None
+        self.library.num_runs += 1
+        if failure:
+            self.stay("failed", f"its library failed: {failure}")
+        elif mismatch:
+            metrics.count("native_mismatches")
+            notice(
+                f"mismatch {self.library.library.key}",
+                f"a native library disagrees with the reference executable, which goes on: {mismatch}. "
+                "The numbers are right; please report this",
+            )
+            self.stay("mismatch", f"its library disagreed with the reference: {mismatch}")
+        else:
+            self.stage = Stage.NATIVE
+            self._tiers.builder.mark_checked(self.library.library)
+
+    def stay(self, kind: str, reason: str) -> None:
+        """Run on the reference from now on. `kind` is one word, for counters."""
+        self.stage = Stage.STAYS
+        self.library = None
+        self.reason = reason
+        _count_refusal(kind)
+
+    # -- transitions -------------------------------------------------------------------------------
+
+    def _count_run(self) -> None:
+        self._num_runs += 1
+        if self._num_runs == 1:
+            library = self._tiers.builder.find(self._program, self._fixed, self._num_threads)
+            if library is not None:
+                self._take(self._load(library))
+                return
+        if self._num_runs < settings.build_after and settings.tier != "native":
+            return
+        if self._tiers.num_loaded >= settings.max_libraries:
+            limit = f"{settings.max_libraries} libraries are loaded already (setting max_libraries)"
+            self.stay("too_many_libraries", limit)
+            return
+        self.stage = Stage.BUILDING
+        request = Request(self._program, self._fixed, self._num_threads, _deliverer(weakref.ref(self)))
+        self._tiers.builder.submit(request)
+
+    def _take_delivery(self) -> None:
+        if self._is_delivered.is_set():
+            assert self._delivered is not None
+            delivered, self._delivered = self._delivered, None
+            self._take(delivered)
+
+    def _take(self, result: LoadedLibrary | BuildError) -> None:
+        if isinstance(result, BuildError):
+            self.stay(result.kind, str(result))
+            return
+        self._tiers.num_loaded += 1
+        metrics.count("libraries_loaded")
+        if result.library.proxy_ops:
+            metrics.count("proxy_ops", len(result.library.proxy_ops))
+        self.library = result
+        self.stage = Stage.NATIVE if result.library.is_checked else Stage.UNCHECKED
+
+    # -- the build thread's side -------------------------------------------------------------------
+
+    def deliver(self, result: Library | BuildError) -> None:
+        """A build has ended. The library is loaded here, on the build thread, so that no step waits."""
+        self._delivered = result if isinstance(result, BuildError) else self._load(result)
+        self._is_delivered.set()
+
+    def _load(self, library: Library) -> LoadedLibrary | BuildError:
+        try:
+            call = load(library.path)
+        except (RuntimeError, OSError) as error:
+            notice("load", f"a native library can't be loaded, so its step stays on the reference: {error}")
+            return BuildError("load", f"the library can't be loaded: {error}")
+        if settings.keep_memory:
+            keep_freed_memory()
+        native = NativeExecutable(self._program, self._signature, call, self._num_threads)
+        return LoadedLibrary(native, library)
+
+
+def _deliverer(target: weakref.ref[Specialization]) -> Callable[[Library | BuildError], None]:
+    # Weak: a program that has left the program cache meanwhile is not worth loading.
+    def deliver(result: Library | BuildError) -> None:
+        specialization = target()
+        if specialization is not None:
+            specialization.deliver(result)
+
+    return deliver
+
+
+class LoadedLibrary:
+    """A library in use, and on how many threads it runs now."""
+
+    def __init__(self, native: NativeExecutable, library: Library) -> None:
+        self.native = native
+        self.library = library
+        self.num_runs = 0
+        has_choice = settings.tune_threads and native.num_threads > 1
+        self._threads = ThreadChoice([native.num_threads, 1] if has_choice else [native.num_threads])
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
+        """See `Executable.run`. Raises `UnfitError` before anything has run."""
+        self.num_runs += 1
+        num_threads = self._threads.next()
+        if num_threads != self.native.num_threads:
+            # The executor sets its count again before the next step that needs it.
+            torch.set_num_threads(num_threads)
+        start = time.perf_counter()
+        outputs = self.native.run(inputs, scalars)
+        self._threads.took(time.perf_counter() - start)
+        return outputs
+
+
+def _count_refusal(kind: str) -> None:
+    metrics.count("programs_on_reference")
+    metrics.count(f"programs_on_reference:{kind}")
+
+
+def _first_foreign_op(program: Program) -> str:
+    """The first op that is not torch's own, if there is one."""
+    for instruction in program.instructions:
+        if instruction.op.partition(".")[0] not in ("aten", "prims"):
+            return instruction.op
+    return ""
