@@ -1,26 +1,29 @@
 # Each target works as the only command in a fresh clone: it makes the virtual environment first.
 PYTHON ?= python3
+# One release of the range in pyproject.toml: the extensions are built for it.
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 JAX_VENV := .venv-jax
 STAMP := $(VENV)/installed
 
-.PHONY: demo test test-python check bench bench-peers conformance-native format native sanitize clean
+.PHONY: demo test check bench bench-peers conformance-native format extension wheel sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/lazystep demo
 
-# On the native recorder, where it was built; tests/test_front_ends.py holds the Python one against it.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Everything on the Python recorder.
-test-python: $(STAMP)
-	LAZYSTEP_RECORDER=python $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-
-# Rebuild the extensions in place, after a change in C++.
-native: $(STAMP)
+# Rebuild the extensions in place, after a change in C++ or of torch.
+extension: $(STAMP)
 	$(BIN)/python setup.py build_ext --inplace
+
+# For machines without a compiler, with the same torch and Python: dist/*.whl. What an earlier build has left
+# in build/lib* would be packed as well.
+wheel: $(STAMP)
+	rm -rf build/lib* build/bdist*
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
 # The recorder's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package. What the sanitizer
 # itself keeps, freed memory and the stacks of who freed it, is kept small: a test compares the memory of the process.
@@ -28,11 +31,11 @@ SANITIZED := build/sanitized
 sanitize: $(STAMP)
 	mkdir -p $(SANITIZED)
 	cp -r lazystep benchmarks tests docs README.md pyproject.toml setup.py $(SANITIZED)
-	cd $(SANITIZED) && rm -f lazystep/record/native/*.so && \
+	cd $(SANITIZED) && find lazystep -name "*.so" -delete && \
 	  LAZYSTEP_SANITIZE=1 $(abspath $(BIN))/python setup.py build_ext --inplace
 	cd $(SANITIZED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:protect_shadow_gap=0:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:malloc_context_size=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  LAZYSTEP_RECORDER=native PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
+	  PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
 	  tests/test_native_recorder.py tests/test_device.py tests/test_semantics.py tests/test_random_programs.py
 
 check: $(STAMP)
@@ -43,7 +46,7 @@ check: $(STAMP)
 
 # All tables and plots, and every goal as met or missed: an hour of a machine that does nothing else.
 bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
 # Optional: what `bench` compares with beyond torch. An environment of its own, so that JAX's numpy is no matter of ours.
@@ -63,11 +66,15 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What the build needs comes first and the build takes it from there: torch is installed once, and is the one to build for.
+# Python compiles torch's modules when they are imported: all of them at once would take twenty seconds.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[demo,test,check]'
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
+	  | $(BIN)/python -m pip install --quiet --no-compile $(TORCH) -r /dev/stdin
+	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[demo,test,check]'
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) $(JAX_VENV) build *.egg-info
+	rm -rf $(VENV) $(JAX_VENV) build dist *.egg-info

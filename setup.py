@@ -1,69 +1,112 @@
-"""The native recorder and runner: optional parts of the build. Everything else stands in pyproject.toml.
+"""The two C++ extensions. Everything else stands in pyproject.toml.
 
-`pip install` builds them in an environment of its own, against the newest torch that the package takes,
-which is also the one that it installs. Against the torch that is there already: `pip install
---no-build-isolation`, or in place `python setup.py build_ext --inplace`. Without a compiler the install
-goes on without them.
+`pip install` compiles them in an environment of its own, against the newest torch that pyproject.toml allows.
+`pip install --no-build-isolation` compiles them against the torch that is installed already, and `python
+setup.py build_ext --inplace` does so in the source tree. An extension works with that release of torch alone.
+
+What a build needs is checked before it starts: pip then shows one line, not a compiler's or a traceback's.
+Metadata and source distributions need neither torch nor a compiler.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import subprocess
 import sys
+import sysconfig
 from glob import glob
+from typing import Any
 
 from setuptools import setup
 
+# The module of each extension, and its one source; the files beside the source are what it includes.
 EXTENSIONS = {
     "lazystep.record._recorder": "lazystep/record/src/unity.cpp",
     "lazystep.execute._library": "lazystep/execute/library.cpp",
 }
+# The lowest standard that torch's headers compile with. Of C++20 they use default values of bit-fields, which
+# compilers take in C++17 as well, with a warning.
+STANDARD = "c++17"
+PROBE = """
+#include <optional>
+#include <string_view>
+static_assert(__cplusplus >= 201703L, "");
+struct Flags { bool is_on : 1 = true; };
+"""
+COMPILERS = ("g++", "c++", "clang++")
+BUILD_COMMANDS = {"bdist", "bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 
 
-def native() -> dict[str, object]:
-    """The extensions, built if torch and a compiler are there; without them the install goes on."""
+def find_compiler() -> str:
+    """The command of a C++ compiler that knows the standard: `$CXX`, or the first that is on the PATH."""
+    chosen = os.environ.get("CXX")
+    found = [name for name in ([chosen] if chosen else COMPILERS) if shutil.which(shlex.split(name)[0])]
+    if not found:
+        looked_for = f"$CXX = {chosen}" if chosen else f"$CXX, {', '.join(COMPILERS)}"
+        refuse(f"a {STANDARD.upper()} compiler, and none was found (looked for {looked_for})")
+    command = [*shlex.split(found[0]), f"-std={STANDARD}", "-fsyntax-only", "-x", "c++", "-"]
+    done = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
+        refuse(f"a {STANDARD.upper()} compiler, and {found[0]} is none ({reason})")
+    return found[0]
+
+
+def refuse(need: str, remedy: str = "Install one (Debian: apt-get install g++)") -> None:
+    """End the build with one line: what it needs, and what to do."""
+    # Without a traceback, which is what pip would show last.
+    raise SystemExit(
+        f"lazystep: building needs {need}. {remedy}, "
+        "or install a wheel that `make wheel` has built on another machine."
+    )
+
+
+def extensions() -> dict[str, Any]:
+    """The arguments of `setup` that build the extensions."""
+    # Both torch and setuptools read the variable: the compiler that was tried is the one that is used.
+    os.environ["CXX"] = find_compiler()
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        refuse("Python.h, and this Python has none", "Install it (Debian: apt-get install python3-dev)")
     try:
+        import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except Exception as error:  # a torch that is broken here may still work where the package is used
-        if "build_ext" in sys.argv:
-            raise
-        print(f"lazystep: no native recorder ({error}); the Python one will be used", file=sys.stderr)
-        return {}
+    except ImportError as error:
+        refuse(f"torch, and it can't be imported ({error})", "Install it, or leave --no-build-isolation out")
 
-    class OptionalBuild(BuildExtension):
-        """Compiles the extensions; a failure leaves the Python recorder and says so in one line."""
+    class Build(BuildExtension):
+        """Compiles the extensions beside each other: ninja, which would do one by one, is of no use."""
 
-        def run(self) -> None:
-            try:
-                super().run()
-            except Exception as error:
-                if self.is_required:
-                    raise
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                print(
-                    f"lazystep: no native recorder ({reason}); the Python one will be used", file=sys.stderr
-                )
-                self.extensions = self.distribution.ext_modules = []  # nobody is to look for their files
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, use_ninja=False)
 
-        # `build_ext --inplace` is how developers ask for it: there a failure is a failure.
-        @property
-        def is_required(self) -> bool:
-            return "build_ext" in sys.argv
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.parallel = self.parallel or True
 
     flags = ["-O2", "-g0"]
     if os.environ.get("LAZYSTEP_SANITIZE"):  # `make sanitize`
         flags = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
-    extensions = [
+    # The release of torch is compiled in: with another torch an extension is out of date.
+    torch_version = os.path.join(os.path.dirname(torch.__file__), "include/torch/headeronly/version.h")
+    modules = [
         CppExtension(
             name,
             [source],
-            depends=sorted(glob(f"{os.path.dirname(source)}/*.[ch]*")),
-            extra_compile_args=["-std=c++20", "-Wall", "-fvisibility=hidden", *flags],
+            depends=[*sorted(glob(f"{os.path.dirname(source)}/*.[ch]*")), torch_version],
+            extra_compile_args=[
+                f"-std={STANDARD}",
+                "-Wall",
+                "-Wno-c++20-extensions",
+                "-fvisibility=hidden",
+                *flags,
+            ],
             extra_link_args=[flag for flag in flags if flag.startswith("-fsanitize")],
         )
         for name, source in EXTENSIONS.items()
     ]
-    return {"ext_modules": extensions, "cmdclass": {"build_ext": OptionalBuild}}
+    return {"ext_modules": modules, "cmdclass": {"build_ext": Build}}
 
 
-setup(**native())
+setup(**(extensions() if BUILD_COMMANDS.intersection(sys.argv) else {}))

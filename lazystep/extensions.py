@@ -1,51 +1,84 @@
-"""Extensions in C++: optional parts of the install, each built for one release of torch."""
+"""The extensions in C++: each works with the one release of torch that it was built for.
+
+An extension that can't be used is an error at import, with the command that builds it again.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+import re
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from .errors import LazyStepError
 
-class ExtensionError(Exception):
-    """An extension can't be used; the message says why. `is_missing`: it was never built."""
+_ROOT = Path(__file__).parents[1]
 
-    def __init__(self, message: str, is_missing: bool) -> None:
-        super().__init__(message)
-        self.is_missing = is_missing
+
+class ExtensionError(LazyStepError, ImportError):
+    """An extension is missing, or was built for another torch. The message ends with the command to run.
+
+    Raised by the import of lazystep:
+
+        pip install torch==2.13.1       # another release than the extensions were built for
+        python -c "import lazystep"     # raises: lazystep's recorder was built for torch 2.13.0, ...
+    """
 
 
 class Extension(NamedTuple):
-    """Where an extension is, and what it is called in messages."""
+    """The module of an extension, and its name in messages."""
 
     module: str
     name: str
 
     def load(self) -> ModuleType:
-        """Import it. Raises `ExtensionError`."""
+        """Import the extension. Raises `ExtensionError`."""
+        here = _release(torch.__version__)
         try:
             extension = importlib.import_module(self.module)
-        except ModuleNotFoundError:
-            raise ExtensionError(f"lazystep was installed without its {self.name}", True) from None
         except ImportError as error:
-            problem = f"lazystep's {self.name} can't be loaded by torch {torch.__version__} ({error})"
-            raise ExtensionError(problem, False) from None
-        built, here = extension.torch_version, torch.__version__.partition("+")[0]
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name == self.module
+            problem = "has not been built for this Python" if is_missing else f"can't be loaded ({error})"
+            remedy = f"Build it for torch {here}: {_build_command()}"
+            raise ExtensionError(f"lazystep's {self.name} {problem}. {remedy}") from None
+        built = _release(extension.torch_version)
         if built != here:
-            problem = f"lazystep's {self.name} was built for torch {built}, this is torch {here}"
-            raise ExtensionError(problem, False)
+            problem = f"was built for torch {built}, this is torch {here}"
+            remedy = f"Build it again: {_build_command()}, or go back: pip install torch=={built}"
+            raise ExtensionError(f"lazystep's {self.name} {problem}. {remedy}")
         return extension
 
-    def find_problem(self) -> str:
-        """Why it can't be used; empty if it can."""
-        try:
-            self.load()
-        except ExtensionError as error:
-            return str(error)
-        return ""
+
+def _release(version: str) -> str:
+    """2.13.0 of 2.13.0+cpu and 2.13.0.dev1: torch's headers tell an extension no more than that."""
+    return ".".join(re.findall(r"\d+", version)[:3])
 
 
-RECORDER = Extension("lazystep.record._recorder", "native recorder")
-RUNNER = Extension("lazystep.execute._library", "native runner")
+def _build_command() -> str:
+    """Builds the extensions for the torch that is here; an isolated build takes the newest of the range."""
+    if (_ROOT / "setup.py").exists():
+        return f"cd {_ROOT} && python setup.py build_ext --inplace --force"
+    options = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
+    return f"pip install {options} {_source()}"
+
+
+def _source() -> str:
+    """Where pip has installed lazystep from (PEP 610). A wheel can't be built again: then from the index."""
+    try:
+        origin = json.loads(metadata.distribution("lazystep").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {}
+    url: str = origin.get("url", "")
+    if not url or url.endswith(".whl"):
+        return "lazystep"
+    vcs = origin.get("vcs_info")
+    return f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
+
+
+RECORDER = Extension("lazystep.record._recorder", "recorder")
+RUNNER = Extension("lazystep.execute._library", "runner of libraries")

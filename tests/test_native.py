@@ -19,7 +19,6 @@ from lazystep import config, debug, metrics, tiers
 from lazystep.barrier import runtime
 from lazystep.compile.cache import LibraryCache, cache_directory
 from lazystep.execute.library import Call, load
-from lazystep.extensions import RUNNER
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -363,7 +362,6 @@ def test_number_of_threads_is_the_users() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(bool(RUNNER.find_problem()), reason="needs the native runner")
 def test_python_runs_beside_a_native_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread gets its turn while the library runs, although nobody hands over the interpreter lock."""
     has_begun, is_inside, found = threading.Event(), [False], []

@@ -21,7 +21,7 @@ from .._version import __version__
 from ..barrier import mark_step
 from ..compile.cache import CacheError, LibraryCache, cache_directory
 from ..compile.key import NoCompilerError, environment, find_compiler
-from ..extensions import RECORDER, RUNNER
+from ..extensions import RECORDER, RUNNER, ExtensionError
 from ..openmp import can_release
 from ..reads import wait_for_compile
 from ..runs.facts import changed_settings
@@ -42,11 +42,11 @@ class Finding:
 @click.command(short_help="Check what works on this machine.")
 @click.option("--build", is_flag=True, help="Build a small step natively, too: half a minute.")
 def doctor(build: bool) -> None:
-    """Check what lazystep needs: torch, compiler, cache directory, threads, recorder, extras.
+    """Check what lazystep needs: torch, compiler, cache directory, threads, extensions, extras.
 
     Exit status 1 if something won't work. Changes nothing but an empty cache directory.
     """
-    checks = [_software, _device, _compiler, _cache, _threads, _recorder, _runner, _extras, _settings]
+    checks = [_software, _device, _compiler, _cache, _threads, _extensions, _extras, _settings]
     problems = 0
     for check in [*checks, *([_native_step] if build else [])]:
         for finding in _attempt(check):
@@ -143,23 +143,14 @@ def _threads() -> Iterator[Finding]:
         )
 
 
-def _recorder() -> Iterator[Finding]:
-    problem = RECORDER.find_problem()
-    if problem:
-        kind = "problem" if config.settings.recorder == "native" else "note"
-        yield Finding(kind, f"native recorder: {problem}; the Python one records more slowly")
-    elif config.settings.recorder == "python":
-        yield Finding("note", "native recorder: built, but LAZYSTEP_RECORDER=python asks for the slower one")
-    else:
-        yield Finding("good", "native recorder: in use")
-
-
-def _runner() -> Iterator[Finding]:
-    problem = RUNNER.find_problem()
-    if problem:
-        yield Finding("note", f"native runner: {problem}; no other Python thread runs beside a native step")
-    else:
-        yield Finding("good", "native runner: in use")
+def _extensions() -> Iterator[Finding]:
+    for extension in (RECORDER, RUNNER):
+        try:
+            built = extension.load()
+        except ExtensionError as error:
+            yield Finding("problem", f"extension: {error}")
+        else:
+            yield Finding("good", f"extension: {extension.name}, built for torch {built.torch_version}")
 
 
 def _extras() -> Iterator[Finding]:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..extensions import RUNNER, ExtensionError
+from ..extensions import RUNNER
 
 # Tensors in, tensors out: what a library is to Python.
 Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
+# Loaded at import, where a failure is an error. Later it would count as a library that can't be loaded, and
+# training would go on without libraries.
+_Library = RUNNER.load().Library
+
 
 def load(path: Path) -> Call:
     """The entry of a library. Raises `RuntimeError` or `OSError` if it can't be loaded."""
-    call: Call = _runner()(str(path)).run
+    call: Call = _Library(str(path)).run
     return call
-
-
-@functools.cache
-def _runner() -> Callable[[str], Any]:
-    try:
-        runner: Callable[[str], Any] = RUNNER.load().Library
-    except ExtensionError:
-        # torch's own binding of the same: right, but nothing else in Python runs beside a step.
-        return lambda path: torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
-    return runner
