@@ -33,7 +33,7 @@ sanitize: $(STAMP)
 	cd $(SANITIZED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:protect_shadow_gap=0:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:malloc_context_size=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  LAZYSTEP_RECORDER=native PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
-	  tests/test_native_recorder.py tests/test_device.py tests/test_semantics.py tests/test_random_programs.py
+	  tests/record
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -56,8 +56,8 @@ $(JAX_VENV)/installed:
 
 # Every operator, module and optimizer of torch's databases in native libraries, and long runs: an hour.
 conformance-native: $(STAMP)
-	LAZYSTEP_NATIVE_OPS=all $(BIN)/python -m pytest -n 2 tests/conformance/test_native.py tests/test_native_training.py \
-	  tests/test_step.py::test_five_hundred_native_replays_stay_close_to_eager
+	LAZYSTEP_NATIVE_OPS=all $(BIN)/python -m pytest -n 2 tests/conformance/test_native.py tests/execute/test_native_training.py \
+	  tests/capture/test_step.py::test_five_hundred_native_replays_stay_close_to_eager
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -10,12 +10,12 @@ import json
 import sys
 from typing import Any
 
-import test_random_programs as random_programs
 import torch
 
 import lazystep
 from benchmarks import models
 from lazystep.record.device import IS_NATIVE
+from tests.record import test_random_programs as random_programs
 
 OPS: list[Any] = [*random_programs.UNARY, *random_programs.IN_PLACE]
 OPS += [*random_programs.VIEWS, *random_programs.METADATA, *random_programs.BINARY]

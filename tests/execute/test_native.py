@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 
 import lazystep
 from lazystep import config, debug, metrics, tiers
-from lazystep.barrier import runtime
 from lazystep.compile.cache import LibraryCache, cache_directory
 from lazystep.execute.library import Call, load
 from lazystep.extensions import RUNNER
@@ -28,7 +28,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def auto() -> Iterator[None]:
+def auto(runtime: Any) -> Iterator[None]:
     runtime.programs.clear()
     with config.override(tier="auto", build_after=2):
         yield
@@ -149,19 +149,18 @@ def test_learning_rate_is_an_input_in_every_form_of_an_optimizer(kind: str, opti
 
 PROCESS = """
 import json, sys
-sys.path.insert(0, {tests!r})
 import lazystep
-from test_native import train
+from tests.execute.test_native import train
 losses, _, _ = train("lazy", 8, at=lambda n: lazystep.wait_for_compile() if n == 4 else None)
 lazystep.wait_device_ops()
 names = ("native_executions", "reference_executions", "builds_requested", "disk_hits", "builder_starts")
-print(json.dumps([losses, {{n: lazystep.metrics.counter_value(n) for n in names}}]))
+print(json.dumps([losses, {n: lazystep.metrics.counter_value(n) for n in names}]))
 """
 
 
 def test_second_process_starts_natively_at_the_first_step() -> None:
     def run() -> tuple[list[float], dict[str, int]]:
-        script = PROCESS.format(tests=str(Path(__file__).parent))
+        script = PROCESS
         environ = {**_environ(), "LAZYSTEP_TIER": "auto", "LAZYSTEP_BUILD_AFTER": "2"}
         done = subprocess.run(
             [sys.executable, "-c", script],
@@ -186,7 +185,7 @@ def test_second_process_starts_natively_at_the_first_step() -> None:
 
 
 def _environ() -> dict[str, str]:
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": root, "LAZYSTEP_CACHE_DIR": str(cache_directory())}
 
 

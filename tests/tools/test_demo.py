@@ -19,7 +19,7 @@ from lazystep import cli, metrics
 from lazystep.demo import run as demo_run
 from lazystep.demo.byte_gpt import ByteGPT, read_corpus, sample_batch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

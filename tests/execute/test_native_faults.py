@@ -15,16 +15,16 @@ import torch
 import lazystep
 from lazystep import config
 from lazystep import tiers as tiers_module
-from lazystep.barrier import runtime
 from lazystep.compile import builder as builder_module
 from lazystep.execute.compare import TOLERANCES, tolerances_by_storage
 from lazystep.execute.native import UnfitError
 from lazystep.tiers import State, TieredExecutable
+from tests.builds import X, cache, count, repeat, run_square_sum, square_sum
 
-from .common import X, cache, count, repeat, run_square_sum, square_sum
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 
 
-def test_library_that_disagrees_is_never_used() -> None:
+def test_library_that_disagrees_is_never_used(runtime: Any) -> None:
     """The library of another program under this program's key: whole, loadable, and wrong."""
     lazy = X.to("lazy")
     repeat(lambda: (lazy * lazy).sum(1) + 2)
@@ -40,7 +40,7 @@ def test_library_that_disagrees_is_never_used() -> None:
     (Path(config.settings.cache_dir) / "libraries" / wrong.key / "checked").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder_module, "library_key", redirect)
-        with pytest.warns(lazystep.LazyStepWarning, match=r"aten\.add\.Tensor at .*test_running") as caught:
+        with pytest.warns(lazystep.LazyStepWarning, match=r"aten\.add\.Tensor at .*_faults") as caught:
             got = repeat(lambda: (lazy * lazy).mean(1) + 2)
             lazystep.mark_step()
     assert captured
@@ -115,7 +115,7 @@ def test_rounding_that_an_optimizer_blows_up_is_no_disagreement() -> None:
     assert count("native_executions") >= 1
 
 
-def test_float32_computed_in_bfloat16_is_held_to_bfloat16() -> None:
+def test_float32_computed_in_bfloat16_is_held_to_bfloat16(runtime: Any) -> None:
     weight, other = torch.randn(8, 8).to("lazy"), torch.randn(8).to("lazy")
 
     def step() -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_float32_computed_in_bfloat16_is_held_to_bfloat16() -> None:
     assert tolerances[written["aten.mul_.Tensor"]] == TOLERANCES[torch.float32]
 
 
-def test_inputs_that_do_not_fit_run_on_the_reference() -> None:
+def test_inputs_that_do_not_fit_run_on_the_reference(runtime: Any) -> None:
     run_square_sum()
     executable = runtime.history._programs[-1]
     assert executable.state is State.NATIVE
@@ -160,7 +160,7 @@ def test_inputs_that_do_not_fit_run_on_the_reference() -> None:
     assert good[0].equal(X)
 
 
-def test_two_inputs_in_one_memory_are_refused() -> None:
+def test_two_inputs_in_one_memory_are_refused(runtime: Any) -> None:
     a, b = torch.ones(4).to("lazy"), torch.ones(4).to("lazy")
     repeat(lambda: a * 2 + b)
     executable = runtime.history._programs[-1]
@@ -199,7 +199,7 @@ def test_interrupt_while_waiting_for_a_build_leaves_everything_usable() -> None:
     assert count("native_executions") >= 1
 
 
-def test_number_of_libraries_is_bounded() -> None:
+def test_number_of_libraries_is_bounded(runtime: Any) -> None:
     lazy = X.to("lazy")
     with config.override(max_libraries=runtime.tiers.num_loaded + 1):
         repeat(lambda: lazy * 2)
@@ -219,12 +219,12 @@ def test_storm_of_programs_is_reported_once() -> None:
     messages = [str(w.message) for w in caught if issubclass(w.category, lazystep.LazyStepWarning)]
     assert len(messages) == 1
     assert "aten.slice" in messages[0]
-    assert "test_running.py" in messages[0]
+    assert "test_native_faults.py" in messages[0]
     assert result.cpu().shape == (119,)
     assert count("builds_requested") == 0
 
 
-def test_tiered_executable_forgotten_while_building_is_not_loaded() -> None:
+def test_tiered_executable_forgotten_while_building_is_not_loaded(runtime: Any) -> None:
     lazy = X.to("lazy")
     for _ in range(2):
         result = square_sum(lazy)

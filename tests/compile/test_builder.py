@@ -8,17 +8,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lazystep
 from lazystep import config
-from lazystep.barrier import runtime
 from lazystep.compile import builder as builder_module
 from lazystep.compile import key
+from tests.builds import X, cache, count, repeat, run_square_sum, square_sum
 
-from .common import X, cache, count, repeat, run_square_sum, square_sum
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 
 
 @pytest.fixture
@@ -50,7 +51,9 @@ def test_no_compiler_is_one_warning(compiler: Callable[[str], None]) -> None:
     assert cache().entries() == []
 
 
-def test_failing_compiler_poisons_nothing(compiler: Callable[[str], None], tmp_path: Path) -> None:
+def test_failing_compiler_poisons_nothing(
+    compiler: Callable[[str], None], runtime: Any, tmp_path: Path
+) -> None:
     script = tmp_path / "broken-c++"
     script.write_text('#!/bin/sh\necho broken 1.0\n[ "$1" = --version ]\n')
     script.chmod(0o755)

@@ -16,7 +16,7 @@ import lazystep
 from lazystep import metrics
 from lazystep.report import CsvLog, JsonlLog, ProgressBar, TensorBoardLog, gradient_norms
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def loop(num_steps: int, report: Any) -> torch.nn.Module:

@@ -11,14 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import page_runner
 import pytest
 
 import lazystep
 import lazystep.errors
 from lazystep import config
+from tests.tools import page_runner
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

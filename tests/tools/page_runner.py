@@ -1,6 +1,6 @@
 """Runs the Python blocks of one Markdown page in order, as one script, and compares what they print.
 
-    python tests/page_runner.py docs/step.md
+    python tests/tools/page_runner.py docs/step.md
 
 A block continues the ones before it, as if they had been pasted into `train.py` one after the other. What is
 to be printed stands in a block marked `output`, in which `...` matches anything. A comment before a block

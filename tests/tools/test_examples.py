@@ -1,4 +1,4 @@
-"""The examples run, learn, and replay their steps. See also test_report and overlap/test_example."""
+"""The examples run, learn, and replay their steps. See also closures/test_report and overlap/test_example."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 

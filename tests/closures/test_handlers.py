@@ -159,7 +159,7 @@ def test_closure_that_blocks_for_ever_is_named_with_its_stack(handler: AsyncClos
     gate = Gate()
     handler.run(gate)
     assert gate.entered.wait(30)
-    with pytest.raises(lazystep.WaitTimeoutError, match=r"(?s)Gate.*is running.*test_closure\.py.*wait"):
+    with pytest.raises(lazystep.WaitTimeoutError, match=r"(?s)Gate.*is running.*test_handlers\.py.*wait"):
         handler.flush(0.2)
     assert "Gate" in handler.close(0.1)[0]
     gate.open.set()

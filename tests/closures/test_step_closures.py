@@ -11,12 +11,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_closure import Gate
-from test_faults import run_script
 
 import lazystep
 from lazystep import config, metrics
 from lazystep.record import snapshot
+from tests.closures.test_handlers import Gate
+from tests.test_faults import run_script
 
 
 def count(name: str) -> float:

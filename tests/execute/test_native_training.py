@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch
 import lazystep
 from benchmarks import models
 from lazystep import config, metrics
-from lazystep.barrier import runtime
 
 pytestmark = pytest.mark.timeout(900)
 NUM_STEPS = 200
@@ -59,9 +59,9 @@ WORKLOADS = {
 }
 
 
-# The others take half a minute to minutes to build: by `make conformance-native`.
+# The others take half a minute to minutes to build: by `make nightly`.
 @pytest.mark.parametrize("name", WORKLOADS if os.environ.get("LAZYSTEP_NATIVE_OPS") else ["lstm"])
-def test_two_hundred_native_steps_stay_close_to_eager(name: str) -> None:
+def test_two_hundred_native_steps_stay_close_to_eager(name: str, runtime: Any) -> None:
     make, criteria = WORKLOADS[name]
     runtime.programs.clear()
     with config.override(tier="auto", build_after=2):

@@ -17,13 +17,13 @@ import torch
 
 import lazystep
 from lazystep import config
-from lazystep.barrier import runtime
 from lazystep.compile import builder as builder_module
 from lazystep.compile import cache as cache_module
 from lazystep.compile import key
 from lazystep.compile.cache import LIBRARY, CacheError, LibraryCache
+from tests.builds import X, cache, count, repeat, run_square_sum
 
-from .common import X, cache, count, repeat, run_square_sum
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 
 
 def fill(key_: str, content: bytes = b"library") -> LibraryCache:
@@ -62,7 +62,7 @@ def test_damaged_entry_is_refused(damage: Callable[[Path], Any]) -> None:
     assert opened.verify("k") != ""
 
 
-def test_damaged_entry_is_built_anew_with_one_warning() -> None:
+def test_damaged_entry_is_built_anew_with_one_warning(runtime: Any) -> None:
     run_square_sum()
     (entry,) = cache().entries()
     library = Path(config.settings.cache_dir) / "libraries" / entry.key / LIBRARY

@@ -10,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from lazystep import config
+from tests.builds import cache
+from tests.helpers import ROOT
 
-from .common import cache
-
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 
 SCRIPT = """
 import json, os, sys, time, torch, lazystep
