@@ -8,12 +8,8 @@ from pathlib import Path
 import torch
 
 import lazystep
-from lazystep import config, metrics
+from lazystep import config
 from lazystep.compile.cache import LibraryCache
-
-
-def count(name: str) -> int:
-    return int(metrics.counter_value(name))
 
 
 def cache() -> LibraryCache:

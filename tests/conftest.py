@@ -28,6 +28,8 @@ import lazystep  # noqa: E402
 from lazystep import barrier, config, notices, tiers  # noqa: E402
 from lazystep.history import History  # noqa: E402
 from lazystep.record.native import _recorder  # noqa: E402
+from lazystep.record.native import front_end as front_end_module  # noqa: E402
+from lazystep.record.python import dispatch as dispatch_module  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,6 +81,18 @@ def value_of() -> Callable[[torch.Tensor], torch.Tensor | None]:
 def extension() -> ModuleType:
     """The recorder in C++, for what it counts."""
     return _recorder
+
+
+@pytest.fixture(scope="session")
+def front_end() -> ModuleType:
+    """The module of which C++ asks the user's line of a new instruction (`user_source`)."""
+    return front_end_module
+
+
+@pytest.fixture(scope="session")
+def dispatch() -> ModuleType:
+    """The module of which C++ asks what becomes of a new call (`decide`) and of a draw (`draw`)."""
+    return dispatch_module
 
 
 # -- native libraries ------------------------------------------------------------------------------

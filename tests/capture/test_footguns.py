@@ -448,7 +448,7 @@ def test_argument_that_never_repeats_is_reported_and_not_kept() -> None:
     assert len(scaled._captures) <= 17
 
 
-def test_wait_that_times_out_loses_nothing() -> None:
+def test_wait_that_times_out_loses_nothing(runtime: Any) -> None:
     """A replay that finds no room raises before it has moved a step count or drawn a number."""
     model = nn.Linear(2, 2).to("lazy")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -467,9 +467,8 @@ def test_wait_that_times_out_loses_nothing() -> None:
     assert train.num_replayed >= 2
     counts = [state["step"].item() for state in optimizer.state.values()]
     stream = torch.get_rng_state()
-    executor = lazystep.barrier.runtime.executor
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(executor), "has_room", lambda self: False)
+        patch.setattr(type(runtime.executor), "has_room", lambda self: False)
         with lazystep.config.override(wait_timeout=0.01), pytest.raises(lazystep.WaitTimeoutError):
             train(torch.ones(1, 2))
     assert [state["step"].item() for state in optimizer.state.values()] == counts

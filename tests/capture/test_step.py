@@ -14,13 +14,9 @@ from torch import nn
 import lazystep
 from benchmarks import models
 from lazystep import config, metrics
-from lazystep.barrier import runtime
+from tests.helpers import count
 
 pytestmark = pytest.mark.filterwarnings("error::lazystep.LazyStepWarning")
-
-
-def count(name: str) -> int:
-    return int(metrics.counter_value(name))
 
 
 class Small(nn.Module):
@@ -146,7 +142,7 @@ NATIVE_TOLERANCES = {"mlp": (1e-5, 1e-1), "gpt": (1e-5, 1e-3), "conv": (1e-4, 1e
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NATIVE_TOLERANCES if os.environ.get("LAZYSTEP_NATIVE_OPS") else ["lstm"])
-def test_five_hundred_native_replays_stay_close_to_eager(name: str) -> None:
+def test_five_hundred_native_replays_stay_close_to_eager(name: str, runtime: Any) -> None:
     workload = BENCHMARK_MODELS[name]()
     args = (
         lambda p: torch.optim.AdamW(p, lr=1e-3),

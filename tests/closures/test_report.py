@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ import torch
 import lazystep
 from lazystep import metrics
 from lazystep.report import CsvLog, JsonlLog, ProgressBar, TensorBoardLog, gradient_norms
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT, run_python
 
 
 def loop(num_steps: int, report: Any) -> torch.nn.Module:
@@ -117,8 +114,7 @@ def test_bad_interval_is_refused(tmp_path: Path) -> None:
 
 
 def test_example_runs(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "reporting.py", "--quick", "--directory", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python(ROOT / "examples" / "reporting.py", "--quick", "--directory", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "40 steps, 40 executions, 0 syncs" in done.stdout
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]

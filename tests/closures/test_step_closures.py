@@ -16,11 +16,8 @@ import lazystep
 from lazystep import config, metrics
 from lazystep.record import snapshot
 from tests.closures.test_handlers import Gate
+from tests.helpers import count
 from tests.test_faults import run_script
-
-
-def count(name: str) -> float:
-    return metrics.counter_value(name)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,8 @@ import lazystep
 from lazystep import config
 from lazystep.compile import builder as builder_module
 from lazystep.compile import key
-from tests.builds import X, cache, count, repeat, run_square_sum, square_sum
+from tests.builds import X, cache, repeat, run_square_sum, square_sum
+from tests.helpers import count
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 

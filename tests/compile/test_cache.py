@@ -21,7 +21,8 @@ from lazystep.compile import builder as builder_module
 from lazystep.compile import cache as cache_module
 from lazystep.compile import key
 from lazystep.compile.cache import LIBRARY, CacheError, LibraryCache
-from tests.builds import X, cache, count, repeat, run_square_sum
+from tests.builds import X, cache, repeat, run_square_sum
+from tests.helpers import count
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 

@@ -16,7 +16,6 @@ import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import lazystep
-from lazystep import barrier
 from lazystep.compile.lower import LoweringError, lower
 from lazystep.compile.scalars import fixed_slots
 from lazystep.execute.compare import describe, differences
@@ -91,12 +90,12 @@ class LoweredExecutable(TieredExecutable):
 
 
 @pytest.fixture(autouse=True)
-def lowered(monkeypatch: pytest.MonkeyPatch) -> type[LoweredExecutable]:
+def lowered(monkeypatch: pytest.MonkeyPatch, runtime: Any, runtime_module: Any) -> type[LoweredExecutable]:
     monkeypatch.setattr(torch, "_lazy", types.SimpleNamespace(mark_step=lazystep.mark_step), raising=False)
-    monkeypatch.setattr(barrier, "TieredExecutable", LoweredExecutable)
+    monkeypatch.setattr(runtime_module, "TieredExecutable", LoweredExecutable)
     for name in ("compared", "refused", "wrong"):
         monkeypatch.setattr(LoweredExecutable, name, [], raising=False)
-    barrier.runtime.programs.clear()
+    runtime.programs.clear()
     return LoweredExecutable
 
 

@@ -2,7 +2,7 @@
 
 Building a library takes seconds, whatever is in it. So a dozen operators are recorded into one program,
 each on its own sample, and each one's results are compared with eager's; a dozen that does not
-build is halved until the culprit is found. A few stand for all of them here; `make conformance-native`
+build is halved until the culprit is found. A few stand for all of them here; `make nightly`
 takes every one. (`test_lowering` compares the uncompiled graphs of all operators.)
 """
 
@@ -19,7 +19,6 @@ import torch
 
 import lazystep
 from lazystep import config, metrics
-from lazystep.barrier import runtime
 from lazystep.execute.compare import TOLERANCES
 
 from .compare import Outcome, seed, tensors_in
@@ -57,7 +56,7 @@ Part = tuple[str, Callable[[str], Outcome]]
 
 
 @pytest.fixture(autouse=True)
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def native(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> Iterator[None]:
     """Wait for each library. torch.testing ends a step at every random operator: here it must not."""
     monkeypatch.setattr(torch, "_lazy", types.SimpleNamespace(mark_step=lambda: None), raising=False)
     runtime.programs.clear()
@@ -77,13 +76,13 @@ def dozens(names: Sequence[Any], size: int) -> list[Any]:
 @pytest.mark.parametrize(
     "names", dozens([n for n in OPS if n not in STAYS], 12) if ALL else [A_FEW_OPS], ids=None
 )
-def test_operators_as_a_library(names: tuple[str, ...], counts: Counts) -> None:
+def test_operators_as_a_library(names: tuple[str, ...], counts: Counts, runtime: Any) -> None:
     parts = [part for name in names for part in operator_parts(name)]
-    check_natively(parts, counts)
+    check_natively(parts, counts, runtime)
 
 
 @pytest.mark.parametrize("name", STAYS if ALL else [COMPLEX[0], "resize_"])
-def test_operator_that_stays_on_the_reference(name: str, counts: Counts) -> None:
+def test_operator_that_stays_on_the_reference(name: str, counts: Counts, runtime: Any) -> None:
     (_, run), *_ = operator_parts(name)
     eager, lazy = run("cpu"), run("lazy")
     lazystep.mark_step(wait=True)
@@ -91,7 +90,7 @@ def test_operator_that_stays_on_the_reference(name: str, counts: Counts) -> None
         compare(name, eager, lazy)
     assert type(eager.error) is type(lazy.error)
     assert metrics.counter_value("native_executions") == 0
-    assert any(STAYS[name] in reason for reason in reasons())
+    assert any(STAYS[name] in reason for reason in reasons(runtime))
     counts.add("operators on reference")
 
 
@@ -113,18 +112,18 @@ NATIVE_MODULES = [
 
 @pytest.mark.parametrize("names", dozens(NATIVE_MODULES, 8) if ALL else [A_FEW_MODULES], ids=None)
 @pytest.mark.parametrize("mode", ["train", "eval"] if ALL else ["train"])
-def test_modules_as_a_library(names: tuple[str, ...], mode: str, counts: Counts) -> None:
-    check_natively([part for name in names for part in module_parts(name, mode)], counts)
+def test_modules_as_a_library(names: tuple[str, ...], mode: str, counts: Counts, runtime: Any) -> None:
+    check_natively([part for name in names for part in module_parts(name, mode)], counts, runtime)
 
 
 @pytest.mark.parametrize("name", MODULES_THAT_STAY)
 @pytest.mark.parametrize("mode", ["train", "eval"] if ALL else ["train"])
-def test_module_that_stays_on_the_reference(name: str, mode: str, counts: Counts) -> None:
+def test_module_that_stays_on_the_reference(name: str, mode: str, counts: Counts, runtime: Any) -> None:
     ((_, run),) = module_parts(name, mode)
     eager, lazy = run("cpu"), run("lazy")
     lazystep.mark_step(wait=True)
     compare(name, eager, lazy)
-    assert any(MODULES_THAT_STAY[name] in reason for reason in reasons())
+    assert any(MODULES_THAT_STAY[name] in reason for reason in reasons(runtime))
     counts.add("modules on reference")
 
 
@@ -138,24 +137,22 @@ def module_parts(name: str, mode: str) -> list[Part]:
 # -- what both share -------------------------------------------------------------------------------
 
 
-def check_natively(parts: Sequence[Part], counts: Counts) -> None:
+def check_natively(parts: Sequence[Part], counts: Counts, runtime: Any) -> None:
     """Record the parts as one program, twice: the second run is a library's. Compare each with eager."""
     eager = {name: run("cpu") for name, run in parts}
     # What eager refuses is no part of a library; the reference suites compare the errors.
     parts = [part for part in parts if eager[part[0]].error is None]
-    if not parts:
-        pytest.skip("the database has no samples for the CPU")
     before = metrics.counter_value("native_executions")
     for _ in range(2):
         lazy = {name: run("lazy") for name, run in parts}
         lazystep.mark_step(wait=True)
-    stays = [reason for reason in reasons() if not any(kind in reason for kind in STAYS.values())]
+    stays = [reason for reason in reasons(runtime) if not any(kind in reason for kind in STAYS.values())]
     if stays and len(parts) > 1:
         half = len(parts) // 2
         runtime.programs.clear()
         runtime.history._programs.clear()
-        check_natively(parts[:half], counts)
-        check_natively(parts[half:], counts)
+        check_natively(parts[:half], counts, runtime)
+        check_natively(parts[half:], counts, runtime)
         return
     assert not stays, f"{parts[0][0]}: {stays[0]}"
     assert metrics.counter_value("native_mismatches") == 0
@@ -167,7 +164,7 @@ def check_natively(parts: Sequence[Part], counts: Counts) -> None:
     assert is_native or not runtime.history._programs, "nothing ran natively"
 
 
-def reasons() -> list[str]:
+def reasons(runtime: Any) -> list[str]:
     """Why programs have stayed on the reference."""
     return [one.reason for one in runtime.history._programs if one.reason]
 
@@ -217,7 +214,7 @@ def optim_cases() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "kind"), optim_cases() if ALL else A_FEW_OPTIMS)
-def test_optimizer_as_a_library(name: str, kind: str, counts: Counts) -> None:
+def test_optimizer_as_a_library(name: str, kind: str, counts: Counts, runtime: Any) -> None:
     """All configurations of the database side by side in one step."""
     info = OPTIMS[name]
     options = [{**g.kwargs, **implementations(info)[kind]} for g in info.optim_inputs_func(device="cpu")]
@@ -225,7 +222,7 @@ def test_optimizer_as_a_library(name: str, kind: str, counts: Counts) -> None:
     with config.override(tier="auto", build_after=2):
         actual, num_native = train(name, kind, options, "lazy")
     assert metrics.counter_value("native_mismatches") == 0
-    assert num_native >= 1, reasons()
+    assert num_native >= 1, reasons(runtime)
     # Muon iterates in bfloat16.
     dtype = torch.bfloat16 if name == "Muon" else torch.float64
     for want, got in zip(tensors_in(expected), tensors_in(actual), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 import lazystep
 from benchmarks import models
 from lazystep import config, metrics
-from lazystep.record.device import IS_NATIVE as NATIVE
+from tests.helpers import count
 
 gate = threading.Event()
 entered = threading.Event()
@@ -38,17 +39,13 @@ def closed_gate() -> Iterator[threading.Event]:
     gate.set()
 
 
-def count(name: str) -> float:
-    return metrics.counter_value(name)
-
-
-def test_mark_step_returns_while_the_step_still_runs(closed_gate: threading.Event) -> None:
+def test_mark_step_returns_while_the_step_still_runs(closed_gate: threading.Event, runtime: Any) -> None:
     x = gated(torch.ones(2, device="lazy"))
     lazystep.mark_step()
     assert entered.wait(30)
     # The executor is inside the step, and we are here.
     assert count("programs_executed") == 0
-    assert lazystep.barrier.runtime.executor.num_in_flight == 1
+    assert runtime.executor.num_in_flight == 1
     closed_gate.set()
     assert x.tolist() == [2.0, 2.0]
     lazystep.wait_device_ops()
@@ -66,10 +63,10 @@ def test_read_waits_for_its_own_step_only(closed_gate: threading.Event) -> None:
     assert late.tolist() == [4.0, 4.0]
 
 
-def test_wait_waits_for_this_step() -> None:
+def test_wait_waits_for_this_step(value_of: Any) -> None:
     x = torch.ones(2, device="lazy") + 1
     lazystep.mark_step(wait=True)
-    assert lazystep.barrier.handle_of(x).tensor is not None
+    assert value_of(x) is not None
 
 
 def test_steps_in_flight_are_bounded(closed_gate: threading.Event) -> None:
@@ -158,13 +155,13 @@ def test_loop_that_never_marks_a_step_gets_automatic_barriers() -> None:
     assert count("programs_executed") == 5
 
 
-def test_sync_multi_runs_what_its_tensors_need_and_caches_the_program() -> None:
+def test_sync_multi_runs_what_its_tensors_need_and_caches_the_program(value_of: Any) -> None:
     base = torch.zeros(4).to("lazy")
     for _ in range(3):
         base[1:3].add_(1)
         view = base.view(2, 2)
         lazystep.sync_multi([view], ["lazy"])
-        assert lazystep.barrier.handle_of(view).tensor is not None
+        assert value_of(view) is not None
     assert view.tolist() == [[0.0, 3.0], [3.0, 0.0]]
     assert count("cache_misses") <= 2
     assert count("programs_executed") == 3
@@ -225,11 +222,11 @@ def test_a_live_tensor_more_or_less_does_not_make_a_new_program() -> None:
     assert b.tolist() == [4.0] * 3
 
 
-def test_program_cache_is_bounded() -> None:
+def test_program_cache_is_bounded(runtime: Any) -> None:
     with config.override(program_cache_size=4):
         for n in range(1, 12):
             torch.ones(n, device="lazy").add_(1).sum().item()
-        assert len(lazystep.barrier.runtime.programs) <= 4
+        assert len(runtime.programs) <= 4
 
 
 def test_live_tensors_after_a_step_are_those_of_eager() -> None:
@@ -300,25 +297,20 @@ def test_steps_leave_nothing_for_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_barrier_does_no_work_per_instruction_in_the_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barrier_does_no_work_per_instruction_in_the_steady_state(
+    monkeypatch: pytest.MonkeyPatch, runtime_module: Any, front_end: Any, extension: Any
+) -> None:
     model, optimizer = make_loop()
     for _ in range(3):
         train_step(model, optimizer)
     calls: list[str] = []
-    recorder = lazystep.barrier.runtime.recorder
-    monkeypatch.setattr(lazystep.barrier, "assemble", lambda *a: calls.append("assemble"))
-    if NATIVE:
-        from lazystep.record.native import _recorder, front_end
-
-        monkeypatch.setattr(front_end, "user_source", lambda *a: calls.append("source"))
-        num_lookups = _recorder.num_lookups()
-    else:
-        monkeypatch.setattr(recorder, "_known", None)  # looked up by hash only when the guess was wrong
-        monkeypatch.setattr("lazystep.record.recorder.user_source", lambda *a: calls.append("source"))
+    monkeypatch.setattr(runtime_module, "assemble", lambda *a: calls.append("assemble"))
+    monkeypatch.setattr(front_end, "user_source", lambda *a: calls.append("source"))
+    num_lookups = extension.num_lookups()
     for _ in range(3):
         train_step(model, optimizer)
     assert calls == []
-    assert not NATIVE or _recorder.num_lookups() == num_lookups
+    assert extension.num_lookups() == num_lookups
 
 
 def test_executor_uses_as_many_threads_as_the_training_thread() -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +13,9 @@ import torch
 from torch import nn
 
 import lazystep
-from lazystep import config, debug, metrics, tiers
+from lazystep import config, debug
 from lazystep.compile.cache import LibraryCache, cache_directory
-from lazystep.execute.library import Call, load
-from lazystep.extensions import RUNNER
+from tests.helpers import count, run_python
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,10 +29,6 @@ def auto(runtime: Any) -> Iterator[None]:
     with config.override(tier="auto", build_after=2):
         yield
     lazystep.wait_for_compile()
-
-
-def count(name: str) -> int:
-    return int(metrics.counter_value(name))
 
 
 class Net(nn.Module):
@@ -160,16 +152,8 @@ print(json.dumps([losses, {n: lazystep.metrics.counter_value(n) for n in names}]
 
 def test_second_process_starts_natively_at_the_first_step() -> None:
     def run() -> tuple[list[float], dict[str, int]]:
-        script = PROCESS
-        environ = {**_environ(), "LAZYSTEP_TIER": "auto", "LAZYSTEP_BUILD_AFTER": "2"}
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        environ = {"LAZYSTEP_TIER": "auto", "LAZYSTEP_BUILD_AFTER": "2"}
+        done = run_python("-c", PROCESS, **environ, LAZYSTEP_CACHE_DIR=str(cache_directory()))
         assert done.returncode == 0, done.stderr
         losses, counts = json.loads(done.stdout.splitlines()[-1])
         return losses, counts
@@ -182,11 +166,6 @@ def test_second_process_starts_natively_at_the_first_step() -> None:
     assert counts["builds_requested"] == 0
     assert counts["builder_starts"] == 0
     torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=1e-5, atol=0)
-
-
-def _environ() -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": root, "LAZYSTEP_CACHE_DIR": str(cache_directory())}
 
 
 def repeat(function: Callable[[], torch.Tensor], times: int = 4) -> torch.Tensor:
@@ -362,14 +341,11 @@ def test_number_of_threads_is_the_users() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(bool(RUNNER.find_problem()), reason="needs the native runner")
-def test_python_runs_beside_a_native_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs_beside_a_native_step(wrap_libraries: Any) -> None:
     """A thread gets its turn while the library runs, although nobody hands over the interpreter lock."""
     has_begun, is_inside, found = threading.Event(), [False], []
 
-    def load_watched(path: Path) -> Call:
-        call = load(path)
-
+    def watch(call: Any) -> Any:
         def watched(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
             is_inside[0] = True
             has_begun.set()
@@ -383,7 +359,7 @@ def test_python_runs_beside_a_native_step(monkeypatch: pytest.MonkeyPatch) -> No
         has_begun.wait(60)
         found.append(is_inside[0])
 
-    monkeypatch.setattr(tiers, "load", load_watched)
+    wrap_libraries(watch)
     x = torch.full((1000, 1000), 1e-3)
     thread = threading.Thread(target=look)
     thread.start()

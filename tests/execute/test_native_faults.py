@@ -14,12 +14,12 @@ import torch
 
 import lazystep
 from lazystep import config
-from lazystep import tiers as tiers_module
 from lazystep.compile import builder as builder_module
 from lazystep.execute.compare import TOLERANCES, tolerances_by_storage
 from lazystep.execute.native import UnfitError
 from lazystep.tiers import State, TieredExecutable
-from tests.builds import X, cache, count, repeat, run_square_sum, square_sum
+from tests.builds import X, cache, repeat, run_square_sum, square_sum
+from tests.helpers import count
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 
@@ -50,13 +50,10 @@ def test_library_that_disagrees_is_never_used(runtime: Any) -> None:
     assert "disagreed with the reference" in lazystep.debug.explain()
 
 
-def test_library_that_is_wrong_about_shared_memory_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_is_wrong_about_shared_memory_is_never_used(wrap_libraries: Any) -> None:
     """How sensitive a step is to its inputs is measured on inputs that share memory as the real ones do."""
-    load = tiers_module.load
 
-    def load_wrong(path: Path) -> Any:
-        call = load(path)
-
+    def make_wrong(call: Any) -> Any:
         def run(flat: list[torch.Tensor]) -> list[torch.Tensor]:
             results = call(flat)
             flat[0][4] += 0.1  # one element of the memory that both tensors look at
@@ -64,7 +61,7 @@ def test_library_that_is_wrong_about_shared_memory_is_never_used(monkeypatch: py
 
         return run
 
-    monkeypatch.setattr(tiers_module, "load", load_wrong)
+    wrap_libraries(make_wrong)
 
     def step(base: torch.Tensor, window: torch.Tensor) -> None:
         base.mul_(1.05)
@@ -85,11 +82,11 @@ def test_library_that_is_wrong_about_shared_memory_is_never_used(monkeypatch: py
     assert count("native_mismatches") == 1
 
 
-def test_library_that_fails_at_its_first_run_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_fails_at_its_first_run_costs_nothing(wrap_libraries: Any) -> None:
     def fail(flat: list[torch.Tensor]) -> list[torch.Tensor]:
         raise RuntimeError("a kernel is missing")
 
-    monkeypatch.setattr(tiers_module, "load", lambda path: fail)
+    wrap_libraries(lambda call: fail)
     total = torch.zeros(3).to("lazy")
     for number in range(6):
         total.add_(2.0)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazystep
 from lazystep import metrics
+from tests.helpers import run_python
 
 FACTORIES: dict[str, Callable[[str], torch.Tensor]] = {
     "tensor": lambda d: torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=d),
@@ -278,13 +279,10 @@ def test_saved_files_hold_plain_cpu_tensors(write: Any) -> None:
 
 
 def test_saved_files_load_without_lazystep(tmp_path: Any) -> None:
-    import subprocess
-    import sys
-
     lazystep.save({"w": torch.ones(2, device="lazy") * 3}, tmp_path / "w.pt")
     code = "import sys, torch; w = torch.load(sys.argv[1])['w']; assert w.tolist() == [3.0, 3.0]; "
     code += "assert 'lazystep' not in sys.modules; print('loaded')"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "w.pt"], capture_output=True, text=True)
+    done = run_python("-c", code, tmp_path / "w.pt")
     assert done.stdout.strip() == "loaded", done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,11 @@ from lazystep import config
 
 # Random programs are mostly new ones, which a loop is warned of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*were new programs:lazystep.LazyStepWarning")
+
+
+@pytest.fixture(autouse=True)
+def give_the_runtime(runtime: Any) -> None:
+    Programs.runtime = runtime
 
 
 class Pair:
@@ -73,6 +79,7 @@ class Programs(RuleBasedStateMachine):
     """The same rules act on a lazy tensor and on its CPU twin."""
 
     tensors = Bundle("tensors")
+    runtime: Any
 
     def both(self, function: object, *pairs: Pair) -> Pair | None:
         """Apply to both devices from one random state; None where eager refuses, and then lazy must too."""
@@ -155,7 +162,7 @@ class Programs(RuleBasedStateMachine):
 
     @invariant()
     def no_failure_is_pending(self) -> None:
-        lazystep.barrier.runtime.raise_failures()
+        self.runtime.raise_failures()
 
     def teardown(self) -> None:
         lazystep.mark_step(wait=True)

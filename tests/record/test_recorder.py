@@ -1,28 +1,22 @@
-"""The native front end: no Python in the steady state, nothing kept, clear words where it can not be used."""
+"""The recorder in C++: no Python in the steady state, nothing kept, and the same program each time."""
 
 from __future__ import annotations
 
 import gc
-import importlib
 import resource
 import threading
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import lazystep
 from benchmarks import models
-from lazystep import metrics
-from lazystep.record import native
-from lazystep.record.device import IS_NATIVE
-
-needs_native = pytest.mark.skipif(
-    not IS_NATIVE, reason="the native recorder is not in use: LAZYSTEP_RECORDER=native"
-)
-if IS_NATIVE:
-    from lazystep.record.native import _recorder
+from tests.helpers import count
+from tests.record import test_random_programs as random_ops
 
 
 def make_loop(name: str = "mlp") -> Any:
@@ -42,37 +36,36 @@ def make_loop(name: str = "mlp") -> Any:
     return step
 
 
-@needs_native
 @pytest.mark.parametrize("name", models.MODELS)
-def test_steady_state_calls_no_python(name: str) -> None:
+def test_steady_state_calls_no_python(name: str, extension: Any) -> None:
     step = make_loop(name)
     for _ in range(4):
         step()
-    calls, lookups = _recorder.num_calls_to_python(), _recorder.num_lookups()
+    calls, lookups = extension.num_calls_to_python(), extension.num_lookups()
     for _ in range(3):
         step()
-    assert (_recorder.num_calls_to_python(), _recorder.num_lookups()) == (calls, lookups)
-    assert metrics.counter_value("cache_hits") >= 3
+    assert (extension.num_calls_to_python(), extension.num_lookups()) == (calls, lookups)
+    assert count("cache_hits") >= 3
 
 
-@needs_native
-def test_dropout_draws_without_python_handlers_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_draws_without_python_handlers_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch, dispatch: Any
+) -> None:
     x = torch.ones(64, device="lazy")
     torch.manual_seed(3)
     first = nn.functional.dropout(x, 0.5)
-    monkeypatch.setattr(native.front_end.python_front_end, "draw", None)
-    before = metrics.counter_value("random_draws")
+    monkeypatch.setattr(dispatch, "draw", None)
+    before = count("random_draws")
     second = nn.functional.dropout(x, 0.5)
-    assert metrics.counter_value("random_draws") == before + 1
+    assert count("random_draws") == before + 1
     torch.manual_seed(3)
     want = [nn.functional.dropout(torch.ones(64), 0.5) for _ in range(2)]
     assert torch.equal(first.cpu(), want[0])
     assert torch.equal(second.cpu(), want[1])
 
 
-@needs_native
 @pytest.mark.timeout(600)
-def test_twenty_thousand_steps_keep_nothing() -> None:
+def test_twenty_thousand_steps_keep_nothing(extension: Any) -> None:
     weight = torch.ones(4, 4).to("lazy").requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=1e-3, momentum=0.9)
 
@@ -86,7 +79,7 @@ def test_twenty_thousand_steps_keep_nothing() -> None:
             lazystep.mark_step()
         lazystep.wait_device_ops()
         gc.collect()
-        return _recorder.num_alive(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return extension.num_alive(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     run(500)
     alive, _ = run(1500)
@@ -96,11 +89,10 @@ def test_twenty_thousand_steps_keep_nothing() -> None:
     assert kilobytes_after - kilobytes < 8_000, f"{kilobytes} kB have become {kilobytes_after} kB"
 
 
-@needs_native
-def test_handles_die_with_their_tensors_on_any_thread() -> None:
+def test_handles_die_with_their_tensors_on_any_thread(extension: Any) -> None:
     lazystep.wait_device_ops()
     gc.collect()
-    before = _recorder.num_alive()
+    before = extension.num_alive()
     tensors = [torch.ones(3, device="lazy") * 2 for _ in range(20)]
 
     rest = tensors[10:]
@@ -111,10 +103,9 @@ def test_handles_die_with_their_tensors_on_any_thread() -> None:
     assert [t.tolist() for t in tensors] == [[2.0, 2.0, 2.0]] * 10
     del tensors
     gc.collect()
-    assert _recorder.num_alive() == before
+    assert extension.num_alive() == before
 
 
-@needs_native
 def test_storages_answer_without_memory() -> None:
     x = torch.ones(3, 4, device="lazy")
     assert x.data_ptr() == 0
@@ -124,7 +115,6 @@ def test_storages_answer_without_memory() -> None:
         x.untyped_storage()
 
 
-@needs_native
 def test_views_of_parameters_under_inference_mode_are_ordinary_tensors() -> None:
     weight = nn.Parameter(torch.ones(2, 3).to("lazy"))
     with torch.inference_mode():
@@ -132,45 +122,56 @@ def test_views_of_parameters_under_inference_mode_are_ordinary_tensors() -> None
         assert (weight + 1).is_inference()
 
 
-@needs_native
 def test_custom_op_defined_anew_is_decided_anew() -> None:
     for shape in (2, 5):
-        library = torch.library.Library("lazystep_native_tests", "DEF")
+        library = torch.library.Library("lazystep_recorder_tests", "DEF")
         library.define("stretch(Tensor x) -> Tensor")
         library.impl("stretch", lambda x, n=shape: x.new_ones(n), "CompositeExplicitAutograd")
         torch.library.register_fake(
-            "lazystep_native_tests::stretch", lambda x, n=shape: x.new_empty(n), lib=library
+            "lazystep_recorder_tests::stretch", lambda x, n=shape: x.new_empty(n), lib=library
         )
-        out = torch.ops.lazystep_native_tests.stretch(torch.ones(1, device="lazy"))
+        out = torch.ops.lazystep_recorder_tests.stretch(torch.ones(1, device="lazy"))
         assert out.tolist() == [1.0] * shape
         library._destroy()
 
 
-def test_mismatched_torch_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stale:
-        torch_version = "2.12.1"
-
-    monkeypatch.setattr(importlib, "import_module", lambda *_: Stale)
-    with pytest.raises(lazystep.LazyStepError, match=r"built for torch 2\.12\.1.*pip install"):
-        native.load("native")
-    with pytest.warns(lazystep.LazyStepWarning, match=r"built for torch 2\.12\.1.*Python.*pip install"):
-        assert native.load("auto") is None
-    assert native.load("python") is None
+OPS = [*random_ops.UNARY, *random_ops.IN_PLACE, *random_ops.VIEWS, *random_ops.METADATA, *random_ops.BINARY]
 
 
-def test_missing_or_unloadable_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> None:
-        raise ModuleNotFoundError("no _recorder")
+def programs_of(choices: list[tuple[int, int, int]]) -> list[str]:
+    """The programs and values of a sequence of ops. A number past the list ends a step."""
+    torch.manual_seed(0)
+    tensors = [torch.arange(12.0).reshape(3, 4).to("lazy"), torch.ones(4).to("lazy")]
+    texts = []
+    for number, first, second in choices:
+        if number >= len(OPS):
+            lazystep.mark_step()
+            texts.append(str(lazystep.debug.last_program()))
+            continue
+        op = OPS[number]
+        operands = [tensors[first % len(tensors)], tensors[second % len(tensors)]]
+        try:
+            tensors.append(op(*operands) if op in random_ops.BINARY else op(operands[0]))
+        except (RuntimeError, IndexError) as error:
+            texts.append(f"refused: {type(error).__name__}")
+        if len(tensors) > 8:
+            del tensors[first % len(tensors)]
+    gc.collect()
+    lazystep.mark_step()
+    return [*texts, str(lazystep.debug.last_program()), *(str(t.tolist()) for t in tensors)]
 
-    def unloadable(*_: object) -> None:
-        raise ImportError("undefined symbol: _ZN2at")
 
-    monkeypatch.setattr(importlib, "import_module", missing)
-    assert native.load("auto") is None
-    with pytest.raises(lazystep.LazyStepError, match="installed without its native recorder"):
-        native.load("native")
-    monkeypatch.setattr(importlib, "import_module", unloadable)
-    with pytest.raises(lazystep.LazyStepError, match="undefined symbol"):
-        native.load("native")
-    with pytest.warns(lazystep.LazyStepWarning, match="undefined symbol"):
-        assert native.load("auto") is None
+@pytest.mark.filterwarnings("ignore:.*were new programs:lazystep.LazyStepWarning")
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    choices=st.lists(
+        st.tuples(st.integers(0, 45), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=25
+    )
+)
+def test_random_ops_recorded_twice_are_one_program_with_its_lines(choices: Any, runtime: Any) -> None:
+    """The second time every op is recorded by a decision that is known, which must not change the text."""
+    runtime.programs.clear()
+    first = programs_of(choices)
+    recorded = [line for text in first for line in text.splitlines() if "aten." in line]
+    assert all("test_r" in line for line in recorded), "each op has its line"
+    assert programs_of(choices) == first

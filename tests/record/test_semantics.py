@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -370,12 +371,10 @@ def test_int_and_float_scalars_are_different_programs() -> None:
     assert torch.arange(3.0, device="lazy").dtype is torch.float32
 
 
-def test_an_abandoned_tensor_frees_its_buffer() -> None:
-    import weakref
-
+def test_an_abandoned_tensor_frees_its_buffer(value_of: Any) -> None:
     x = torch.ones(1000, device="lazy") * 2
     lazystep.mark_step(wait=True)
-    buffer = weakref.ref(lazystep.barrier.handle_of(x).tensor)
+    buffer = weakref.ref(value_of(x))
     assert buffer() is not None
     del x
     gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from click.testing import CliRunner, Result
 from lazystep import cli
 from lazystep.cli import bench as bench_command
 from lazystep.compile.cache import LIBRARY, LibraryCache
+from tests.helpers import run_python
 
 
 @pytest.fixture
@@ -36,9 +36,7 @@ def invoke(*args: str) -> Result:
 
 def start(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, not in a terminal: with its exit status, and what is printed where."""
-    command = [sys.executable, "-W", "error", "-m", "lazystep", *args]
-    environment = {**os.environ, "LAZYSTEP_TIER": "reference", **environ}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    return run_python("-W", "error", "-m", "lazystep", *args, **{"LAZYSTEP_TIER": "reference", **environ})
 
 
 def test_ls_and_show(root: Path) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ from click.testing import CliRunner, Result
 from lazystep import cli, metrics
 from lazystep.demo import run as demo_run
 from lazystep.demo.byte_gpt import ByteGPT, read_corpus, sample_batch
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT, run_python
 
 
 @pytest.fixture(autouse=True)
@@ -132,9 +128,8 @@ def test_interrupted_demo_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest
 
 
 def test_example_is_an_ordinary_script(tmp_path: Path) -> None:
-    environ = {**os.environ, "LAZYSTEP_TIER": "reference"}
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "byte_gpt.py"), "--steps", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environ)
+    script = ROOT / "examples" / "byte_gpt.py"
+    done = run_python("-W", "error", script, "--steps", "12", LAZYSTEP_TIER="reference")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss ") >= 2
     assert "held-out loss" in done.stdout

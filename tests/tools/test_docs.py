@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,29 +14,16 @@ import pytest
 import lazystep
 import lazystep.errors
 from lazystep import config
+from tests.helpers import ROOT, run_python
 from tests.tools import page_runner
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def run_python(*command: str | Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": path, "LAZYSTEP_RECORDER": "auto"},  # what a reader has
-    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
     blocks = page_runner.blocks_of(page.read_text())
-    done = run_python(page_runner.__file__, page, directory=tmp_path)
+    done = run_python(page_runner.__file__, page, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     num_run = sum(not block.mark.startswith("compiled") for block in blocks)
@@ -69,7 +54,7 @@ lazystep.mark_step()
 print(lazystep.debug.last_program())
 """
     )
-    done = run_python(script, directory=tmp_path)
+    done = run_python(script, cwd=tmp_path)
     shown = (ROOT / "README.md").read_text().partition(">>> print(lazystep.debug.last_program())\n")[2]
     assert done.stdout.strip() == shown.partition("```")[0].strip()
 
@@ -132,7 +117,7 @@ def test_errors_page_quotes_messages_that_exist() -> None:
 def run_text(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     page = tmp_path / "page.md"
     page.write_text(text)
-    return run_python(page_runner.__file__, page, directory=tmp_path)
+    return run_python(page_runner.__file__, page, cwd=tmp_path)
 
 
 def test_blocks_continue_start_over_raise_and_warn(tmp_path: Path) -> None:

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT, run_python
+
 EXAMPLES = ROOT / "examples"
 
 
 def run(name: str, *arguments: str) -> str:
     """What an example prints. On one thread: two that share a core wait for each other most of the time."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / f"{name}.py", "--quick", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-            "LAZYSTEP_RECORDER": "auto",
-        },
-    )
+    script = EXAMPLES / f"{name}.py"
+    done = run_python("-W", "error", script, "--quick", *arguments, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -99,7 +99,7 @@ def test_every_part_of_a_step_is_there_on_its_thread(tmp_path: Path) -> None:
     assert sorted(arrows) == sorted([("s", s) for s in steps] + [("f", s) for s in steps])
 
 
-def test_replays_and_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_and_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
     weight = torch.ones(3, device="lazy")
 
     @lazystep.step
@@ -112,7 +112,7 @@ def test_replays_and_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert double.num_replayed > 0
     lazystep.wait_device_ops()
     before = double.num_replayed
-    condition, execute = lazystep.barrier.runtime.executor._condition, Run.execute
+    condition, execute = runtime.executor._condition, Run.execute
 
     def execute_when_awaited(run: Run) -> Any:
         deadline = time.monotonic() + 30
