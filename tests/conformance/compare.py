@@ -115,10 +115,6 @@ class Outcome:
             self.error = error
             _drain()
 
-    @property
-    def is_refused(self) -> bool:
-        return isinstance(self.error, lazystep.UnsupportedError)
-
 
 def _drain() -> None:
     """Let an error's followers out, so that the next run starts clean."""

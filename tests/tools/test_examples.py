@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.helpers import ROOT, run_python
 
 EXAMPLES = ROOT / "examples"
@@ -26,7 +24,6 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 
 def test_digits_are_recognized_with_augmentation_in_workers() -> None:
-    pytest.importorskip("sklearn")
     printed = run("digits")
     assert numbers(r"held-out accuracy ([\d.]+)", printed)[0] > 0.9
     recorded, replayed, captures = numbers(

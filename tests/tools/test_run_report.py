@@ -1,12 +1,10 @@
-"""What a run leaves in its directory, and the page that is made of it, also in a browser."""
+"""What a run leaves in its directory, and the page that is made of it."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -265,40 +263,25 @@ def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
     assert read_series(tmp_path) == {"loss": [(1, 2)]}
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: nobody looks at what is drawn")
-def test_browser_draws_what_the_data_say(directory: Path, tmp_path: Path) -> None:
+def test_script_finds_in_the_page_what_it_draws(directory: Path) -> None:
+    """No browser runs here: the script's names are held against the data, the elements and the colors."""
     make_native(directory)
-    page = write_page(directory)
-    assert CHROMIUM is not None
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
-    quiet += ["--disable-sync", "--disable-quic", "--disable-gpu", "--no-sandbox"]
-    quiet += [f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            *quiet,
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    drawn = done.stdout
-    data = Page(page.read_text()).data
-    # The script has run to its end: every chart is there, with as many marks as the data have.
-    assert len(re.findall(r'class="point"', drawn)) == 2 * NUM_STEPS
-    assert len(re.findall(r'class="execution"', drawn)) == len(data["executions"]) >= NUM_STEPS
-    assert len(re.findall(r'class="span"', drawn)) == sum(map(len, data["zoom"]["lanes"].values()))
-    assert drawn.count("executing: native</span>") == 3, "a legend entry in each chart of time"
-    assert re.search(r'id="switch"[^>]*>native from [\d.e+-]+ s on<', drawn)
-    lanes = re.findall(r'class="strong lane"[^>]*>([^<]+)<', drawn)
-    assert lanes == ["training thread", "executor", "closures"]
-    for text in ("step 0: loss", "seconds since the start", "The switch to the native library", "evaluation"):
-        assert text in drawn
+    text = to_html(directory)
+    page, script = Page(text), text.rpartition("<script>")[2]
+    read = set(re.findall(r"\bdata\.(\w+)", script))
+    assert {"series", "executions", "bins", "zoom", "marks", "builds", "native"} <= read <= set(page.data)
+    assert "{ start, end, lanes: shown } = data.zoom" in script
+    assert {"start", "end", "lanes"} == set(page.data["zoom"])
+    drawn = re.findall(r'\["(\w+)", (draw\w+)\]', script)
+    assert len(drawn) == 4
+    for name, function in drawn:
+        assert name in page.ids
+        assert f"function {function}(box)" in script
+    names = script.partition("const NAMES = {")[2].partition("};")[0]
+    kinds = set(re.findall(r'(\w+): "', names))
+    used = {kind for _, _, kind, _ in page.data["executions"]}
+    used |= {kind for lane in page.data["bins"].values() for kind in lane}
+    used |= {kind for lane in page.data["zoom"]["lanes"].values() for _, _, kind, _ in lane}
+    assert {"recording", "reference", "native", "closure"} <= used <= kinds
+    for theme in re.findall(r":root \{(.*?)\}", text, re.DOTALL):
+        assert kinds <= set(re.findall(r"--(\w+):", theme)), "every kind has its color, by day and by night"
