@@ -76,7 +76,7 @@ def test_module_made_on_lazy_has_the_parameters_of_eager(name: str, counts: Coun
 
 
 def forward_errors(name: str) -> list[Any]:
-    """The inputs of a module that eager's forward refuses. (A constructor refuses before there is a tensor.)"""
+    """The inputs of a module that eager's forward refuses; a constructor refuses before any tensor."""
     info = MODULES[name]
     seed()
     options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": True}

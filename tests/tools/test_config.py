@@ -10,11 +10,11 @@ import lazystep
 from lazystep import config, metrics
 
 
-def test_every_setting_has_a_variable_and_a_meaning() -> None:
+def test_description_lists_every_setting() -> None:
     table = config.describe()
     for field in dataclasses.fields(config.Settings):
         assert config.variable(field.name) in table
-        assert len(field.metadata["doc"]) > 20
+        assert field.metadata["doc"] in table
 
 
 def test_environment_sets_every_kind_of_setting() -> None:
