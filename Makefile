@@ -5,18 +5,23 @@ BIN := $(VENV)/bin
 JAX_VENV := .venv-jax
 STAMP := $(VENV)/installed
 
-.PHONY: demo test test-python check bench bench-peers conformance-native format native sanitize clean
+.PHONY: demo fast test nightly check bench bench-peers format native sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/lazystep demo
 
-# On the native recorder, where it was built; tests/test_front_ends.py holds the Python one against it.
+# One minute, of every part something; the table is in tests/conftest.py.
+fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m fast
+
+# Everything that must hold, but for the long runs.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Everything on the Python recorder.
-test-python: $(STAMP)
-	LAZYSTEP_RECORDER=python $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The long runs, an hour or two: torch's whole databases in native libraries, all models, ten times the samples.
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m nightly
+	LAZYSTEP_TEST_SAMPLES=40 $(BIN)/python -m pytest -n 2 tests/conformance/test_ops.py
 
 # Rebuild the extensions in place, after a change in C++.
 native: $(STAMP)
@@ -32,7 +37,7 @@ sanitize: $(STAMP)
 	  LAZYSTEP_SANITIZE=1 $(abspath $(BIN))/python setup.py build_ext --inplace
 	cd $(SANITIZED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:protect_shadow_gap=0:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:malloc_context_size=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  LAZYSTEP_RECORDER=native PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
+	  PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
 	  tests/record
 
 check: $(STAMP)
@@ -53,11 +58,6 @@ $(JAX_VENV)/installed:
 	$(PYTHON) -m venv $(JAX_VENV)
 	$(JAX_VENV)/bin/python -m pip install --quiet jax jaxlib numpy
 	touch $@
-
-# Every operator, module and optimizer of torch's databases in native libraries, and long runs: an hour.
-conformance-native: $(STAMP)
-	LAZYSTEP_NATIVE_OPS=all $(BIN)/python -m pytest -n 2 tests/conformance/test_native.py tests/execute/test_native_training.py \
-	  tests/capture/test_step.py::test_five_hundred_native_replays_stay_close_to_eager
 
 format: $(STAMP)
 	$(BIN)/ruff format .

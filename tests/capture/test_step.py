@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 import lazystep
 from benchmarks import models
 from lazystep import config, metrics
-from tests.helpers import count
+from tests.helpers import count, nightly
 
 pytestmark = pytest.mark.filterwarnings("error::lazystep.LazyStepWarning")
 
@@ -141,7 +140,7 @@ NATIVE_TOLERANCES = {"mlp": (1e-5, 1e-1), "gpt": (1e-5, 1e-3), "conv": (1e-4, 1e
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", NATIVE_TOLERANCES if os.environ.get("LAZYSTEP_NATIVE_OPS") else ["lstm"])
+@pytest.mark.parametrize("name", ["lstm", *nightly(["mlp", "gpt", "conv"])])
 def test_five_hundred_native_replays_stay_close_to_eager(name: str, runtime: Any) -> None:
     workload = BENCHMARK_MODELS[name]()
     args = (

@@ -9,7 +9,6 @@ takes every one. (`test_lowering` compares the uncompiled graphs of all operator
 from __future__ import annotations
 
 import copy
-import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import lazystep
 from lazystep import config, metrics
 from lazystep.execute.compare import TOLERANCES
+from tests.helpers import nightly
 
 from .compare import Outcome, seed, tensors_in
 from .conftest import Counts
@@ -29,11 +29,11 @@ from .test_ops import OPS, UNINITIALIZED, call
 from .test_optims import OPTIMS, implementations, make_net
 
 pytestmark = pytest.mark.timeout(1800)
-ALL = os.environ.get("LAZYSTEP_NATIVE_OPS") == "all"
 A_FEW_OPS = (
     *("addcdiv", "cumsum", "linalg.solve", "nn.functional.batch_norm", "nn.functional.conv2d"),
     *("nn.functional.dropout", "scatter_add", "sort"),
 )
+A_FEW_THAT_STAY = (COMPLEX[0], "resize_")
 A_FEW_MODULES = ("nn.BatchNorm2d", "nn.Embedding", "nn.GRU", "nn.LayerNorm")
 A_FEW_OPTIMS = (("AdamW", "foreach"), ("Adam", "fused"))
 NUM_OPTIM_STEPS = 6
@@ -67,21 +67,21 @@ def native(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> Iterator[None]:
 def dozens(names: Sequence[Any], size: int) -> list[Any]:
     """Names in groups of a size, each with an id that says from where to where."""
     groups = [tuple(names[start : start + size]) for start in range(0, len(names), size)]
-    return [pytest.param(group, id=f"{group[0]} to {group[-1]}") for group in groups]
+    return [
+        pytest.param(group, id=f"{group[0]} to {group[-1]}", marks=pytest.mark.nightly) for group in groups
+    ]
 
 
 # -- operators -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "names", dozens([n for n in WITH_A_SAMPLE if n not in STAYS], 12) if ALL else [A_FEW_OPS], ids=None
-)
+@pytest.mark.parametrize("names", [A_FEW_OPS, *dozens([n for n in WITH_A_SAMPLE if n not in STAYS], 12)])
 def test_operators_as_a_library(names: tuple[str, ...], counts: Counts, runtime: Any) -> None:
     parts = [part for name in names for part in operator_parts(name)]
     check_natively(parts, counts, runtime)
 
 
-@pytest.mark.parametrize("name", STAYS if ALL else [COMPLEX[0], "resize_"])
+@pytest.mark.parametrize("name", [*A_FEW_THAT_STAY, *nightly(n for n in STAYS if n not in A_FEW_THAT_STAY)])
 def test_operator_that_stays_on_the_reference(name: str, counts: Counts, runtime: Any) -> None:
     (_, run), *_ = operator_parts(name)
     eager, lazy = run("cpu"), run("lazy")
@@ -108,14 +108,14 @@ NATIVE_MODULES = [
 ]
 
 
-@pytest.mark.parametrize("names", dozens(NATIVE_MODULES, 8) if ALL else [A_FEW_MODULES], ids=None)
-@pytest.mark.parametrize("mode", ["train", "eval"] if ALL else ["train"])
+@pytest.mark.parametrize("names", [A_FEW_MODULES, *dozens(NATIVE_MODULES, 8)])
+@pytest.mark.parametrize("mode", ["train", *nightly(["eval"])])
 def test_modules_as_a_library(names: tuple[str, ...], mode: str, counts: Counts, runtime: Any) -> None:
     check_natively([part for name in names for part in module_parts(name, mode)], counts, runtime)
 
 
 @pytest.mark.parametrize("name", MODULES_THAT_STAY)
-@pytest.mark.parametrize("mode", ["train", "eval"] if ALL else ["train"])
+@pytest.mark.parametrize("mode", ["train", *nightly(["eval"])])
 def test_module_that_stays_on_the_reference(name: str, mode: str, counts: Counts, runtime: Any) -> None:
     ((_, run),) = module_parts(name, mode)
     eager, lazy = run("cpu"), run("lazy")
@@ -201,19 +201,21 @@ def assert_close(
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def optim_cases() -> list[tuple[str, str]]:
+def optim_cases() -> list[Any]:
     """Each optimizer in each form; complex and sparse parameters never leave the reference."""
-    return [
+    found = [
         (name, kind)
         for name, info in OPTIMS.items()
         for kind in implementations(info)
         if kind in ("loop", "foreach", "fused") and name not in ("LBFGS", "SparseAdam")
     ]
+    return [*A_FEW_OPTIMS, *nightly(case for case in found if case not in A_FEW_OPTIMS)]
 
 
-@pytest.mark.parametrize(("name", "kind"), optim_cases() if ALL else A_FEW_OPTIMS)
-def test_optimizer_as_a_library(name: str, kind: str, counts: Counts, runtime: Any) -> None:
+@pytest.mark.parametrize("case", optim_cases(), ids="-".join)
+def test_optimizer_as_a_library(case: tuple[str, str], counts: Counts, runtime: Any) -> None:
     """All configurations of the database side by side in one step."""
+    name, kind = case
     info = OPTIMS[name]
     options = [{**g.kwargs, **implementations(info)[kind]} for g in info.optim_inputs_func(device="cpu")]
     expected, _ = train(name, kind, options, "cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 
 import lazystep
 from benchmarks import models
-from lazystep import config, metrics
+from lazystep import config
+from tests.helpers import count, nightly
 
 pytestmark = pytest.mark.timeout(900)
 NUM_STEPS = 200
@@ -59,8 +59,8 @@ WORKLOADS = {
 }
 
 
-# The others take half a minute to minutes to build: by `make nightly`.
-@pytest.mark.parametrize("name", WORKLOADS if os.environ.get("LAZYSTEP_NATIVE_OPS") else ["lstm"])
+# The others take half a minute to minutes to build.
+@pytest.mark.parametrize("name", ["lstm", *nightly(["mlp", "gpt", "conv"])])
 def test_two_hundred_native_steps_stay_close_to_eager(name: str, runtime: Any) -> None:
     make, criteria = WORKLOADS[name]
     runtime.programs.clear()
@@ -75,11 +75,11 @@ def test_two_hundred_native_steps_stay_close_to_eager(name: str, runtime: Any) -
         print(f"{name}, {num_steps} steps: losses within {loss:.1e}, state within {state:.1e}")
         assert loss <= loss_tolerance
         assert state <= state_tolerance
-    assert metrics.counter_value("native_executions") >= NUM_STEPS - 10
-    assert metrics.counter_value("builds_started") <= 2
+    assert count("native_executions") >= NUM_STEPS - 10
+    assert count("builds_started") <= 2
     # One execution a step, and one for what the reads in between cut off.
-    assert metrics.counter_value("programs_executed") <= NUM_STEPS + 4
-    assert metrics.counter_value("native_mismatches") == 0
+    assert count("programs_executed") <= NUM_STEPS + 4
+    assert count("native_mismatches") == 0
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
