@@ -1,8 +1,8 @@
-"""A small step that most of these tests build, and looks at what became of it."""
+"""Steps that are run until they are native, and the small one that most tests build."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,12 +16,19 @@ def cache() -> LibraryCache:
     return LibraryCache.open(Path(config.settings.cache_dir))
 
 
-def repeat(function: Callable[[], torch.Tensor], times: int = 5) -> torch.Tensor:
-    for number in range(times):
-        result = function()
+def steps_until_native(num_steps: int, wait_at: int = 3) -> Iterator[int]:
+    """The numbers of some steps. A barrier follows each, and a wait for the build follows one of them."""
+    for number in range(num_steps):
+        yield number
         lazystep.mark_step()
-        if number == 2:
-            lazystep.wait_for_compile(300)
+        if number == wait_at:
+            assert lazystep.wait_for_compile(300)
+
+
+def repeat(function: Callable[[], torch.Tensor], times: int = 6) -> torch.Tensor:
+    """Run a step until it is built, then once to be checked and once natively."""
+    for _ in steps_until_native(times):
+        result = function()  # held until the barrier: what nobody holds is not computed
     return result.cpu()
 
 

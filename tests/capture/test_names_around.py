@@ -118,13 +118,8 @@ def variable_of_an_objects_class() -> Case:
 
 @case
 def variable_of_a_parent_class() -> Case:
-    class Base:
-        scale = 2.0
-
-    class Options(Base):
-        pass
-
-    options = Options()
+    Base = class_with_a_scale()
+    options = type("Options", (Base,), {})()
     return lambda x: x * options.scale, lambda: setattr(Base, "scale", 3.0)
 
 
@@ -154,54 +149,39 @@ def function_with_a_cache() -> Case:
     return lambda x: x * scale(), change
 
 
-@case
-def global_used_in_a_method() -> Case:
-    class Model:
-        def scale(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2 if flag else x * 3
+class UsesAGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_with = 2.0 if flag else 3.0
 
-    model = Model()
-    return lambda x: model.scale(x), lambda: globals().update(flag=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if flag else x * 3
 
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if flag else x * 3
 
-@case
-def global_used_in_a_property() -> Case:
-    class Model:
-        @property
-        def scale(self) -> float:
-            return 2.0 if flag else 3.0
+    @staticmethod
+    def static_method(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if flag else x * 3
 
-    model = Model()
-    return lambda x: x * model.scale, lambda: globals().update(flag=False)
-
-
-@case
-def global_used_in_a_static_method() -> Case:
-    class Model:
-        @staticmethod
-        def scale(x: torch.Tensor) -> torch.Tensor:
-            return x * 2 if flag else x * 3
-
-    return lambda x: Model.scale(x), lambda: globals().update(flag=False)
+    @property
+    def scale(self) -> float:
+        return 2.0 if flag else 3.0
 
 
-@case
-def global_used_in_forward() -> Case:
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2 if flag else x * 3
+USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "method": lambda model, x: model.method(x),
+    "property": lambda model, x: x * model.scale,
+    "static method": lambda model, x: UsesAGlobal.static_method(x),
+    "forward": lambda model, x: nn.Sequential(model)(x),
+    "where an object is made": lambda model, x: x * UsesAGlobal().made_with,
+}
 
-    model = nn.Sequential(Model()).to("lazy")
-    return lambda x: model(x), lambda: globals().update(flag=False)
 
-
-@case
-def global_used_where_an_object_is_made() -> Case:
-    class Made:
-        def __init__(self) -> None:
-            self.scale = 2.0 if flag else 3.0
-
-    return lambda x: x * Made().scale, lambda: globals().update(flag=False)
+@pytest.mark.parametrize("use", USES)
+def test_global_is_noticed_wherever_a_class_uses_it(use: str) -> None:
+    model = UsesAGlobal().to("lazy")
+    check_change(lambda x: USES[use](model, x), lambda: globals().update(flag=False))
 
 
 @case

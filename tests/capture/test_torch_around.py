@@ -235,9 +235,20 @@ def test_change_is_noticed(make: Callable[[], Case]) -> None:
     ids=["cleared", "removed", "another count", "a tensor as lr", "loaded"],
 )
 def test_state_of_an_optimizer_that_is_replaced(change: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazystep.LazyStepWarning)  # a tensor as lr is recorded in each call
+        compare_training(
+            lambda weight: torch.optim.Adam([weight], lr=0.1),
+            lambda optimizer, weight, number: change(optimizer, weight) if number == 6 else None,
+        )
+
+
+def compare_training(make_optimizer: Callable[..., Any], before_step: Callable[..., object]) -> None:
+    """Train captured and plain, with something done before each step: both must end with the same weight."""
+
     def train(decorate: Callable[[Function], Function]) -> list[float]:
         weight = nn.Parameter(torch.ones(3).to("lazy"))
-        optimizer = torch.optim.Adam([weight], lr=0.1)
+        optimizer = make_optimizer(weight)
 
         @decorate
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -247,35 +258,22 @@ def test_state_of_an_optimizer_that_is_replaced(change: Callable[..., Any]) -> N
             return weight.detach() + 0
 
         for number in range(9):
-            if number == 6:
-                change(optimizer, weight)
+            before_step(optimizer, weight, number)
             made = step(torch.ones(3))
-        return made.tolist()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lazystep.LazyStepWarning)  # a tensor as lr is recorded in each call
-        assert train(lazystep.step(audit_every=0)) == train(lambda f: lambda x: f(x.to("lazy")))
-
-
-def test_schedule_of_a_rate_in_a_tensor() -> None:
-    def train(decorate: Callable[[Function], Function]) -> list[float]:
-        weight = nn.Parameter(torch.ones(3).to("lazy"))
-        optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1))  # type: ignore[arg-type]
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1)
-
-        @decorate
-        def step(x: torch.Tensor) -> torch.Tensor:
-            (weight * x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return weight.detach() + 0
-
-        for _ in range(8):
-            made = step(torch.ones(3))
-            schedule.step()
         return made.tolist()
 
     assert train(lazystep.step(audit_every=0)) == train(lambda f: lambda x: f(x.to("lazy")))
+
+
+def test_rate_in_a_tensor_that_a_schedule_writes() -> None:
+    schedules: dict[Any, Any] = {}
+
+    def make(weight: nn.Parameter) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1))  # type: ignore[arg-type]
+        schedules[optimizer] = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1)
+        return optimizer
+
+    compare_training(make, lambda optimizer, _, number: schedules[optimizer].step() if number else None)
 
 
 def test_optimizer_inside_another_one_follows_its_rate() -> None:

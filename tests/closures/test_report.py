@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import lazystep
-from lazystep import metrics
 from lazystep.report import CsvLog, JsonlLog, ProgressBar, TensorBoardLog, gradient_norms
-from tests.helpers import ROOT, run_python
+from tests.helpers import ROOT, count, run_python
 
 
-def loop(num_steps: int, report: Any) -> torch.nn.Module:
+def loop(num_steps: int, report: Callable[..., object], device: str = "lazy") -> None:
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2).to("lazy")
+    model = torch.nn.Linear(3, 2).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(num_steps):
-        loss = model(torch.ones(4, 3).to("lazy")).square().mean()
+        loss = model(torch.ones(4, 3).to(device)).square().mean()
         loss.backward()
         report(step, model, loss)
         optimizer.step()
         optimizer.zero_grad()
         lazystep.mark_step()
-    return model
 
 
 def eager_losses(num_steps: int) -> list[float]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for _ in range(num_steps):
-        loss = model(torch.ones(4, 3)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses: list[float] = []
+    loop(num_steps, lambda step, model, loss: losses.append(loss.item()), "cpu")
     return losses
 
 
@@ -60,8 +50,8 @@ def test_jsonl_and_csv_hold_the_values_of_each_step(tmp_path: Path) -> None:
     with (tmp_path / "log.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [0, 2, 4]
     # Reporting is part of the step: one execution each, and nobody waited for a value.
-    assert metrics.counter_value("programs_executed") == 6
-    assert metrics.counter_value("synchronizations") == 0
+    assert count("programs_executed") == 6
+    assert count("synchronizations") == 0
 
 
 def test_tensorboard_gets_scalars_and_histograms(tmp_path: Path) -> None:
@@ -86,7 +76,7 @@ def test_tensorboard_gets_scalars_and_histograms(tmp_path: Path) -> None:
     assert histogram.min == pytest.approx(want.min().item())
     assert histogram.max == pytest.approx(want.max().item())
     assert histogram.sum == pytest.approx(want.sum().item(), rel=1e-4)
-    assert metrics.counter_value("synchronizations") == 1  # our own .cpu() above
+    assert count("synchronizations") == 1  # our own .cpu() above
 
 
 def test_progress_bar_prints_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

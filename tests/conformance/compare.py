@@ -138,6 +138,11 @@ def difference(eager: Outcome, lazy: Outcome, *, has_values: bool = True) -> str
     return tree_difference(eager.tree, lazy.tree, has_values=has_values)
 
 
+def device_run_difference(run: Callable[[str], Any]) -> str | None:
+    """How `run("lazy")` differs from `run("cpu")`, or None."""
+    return difference(Outcome(lambda: run("cpu"), "cpu"), Outcome(lambda: run("lazy"), "lazy"))
+
+
 def _error_difference(eager: Outcome, lazy: Outcome) -> str | None:
     if eager.error is None:
         return f"lazy raises {_describe(lazy.error)}"

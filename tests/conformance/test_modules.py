@@ -16,7 +16,7 @@ from torch.testing._internal.common_modules import ModuleErrorEnum
 
 import lazystep
 
-from .compare import Outcome, device_difference, difference, pick, seed, tensors_in
+from .compare import Outcome, device_difference, device_run_difference, difference, pick, seed, tensors_in
 from .conftest import Counts
 from .modules import MODULES, cases
 
@@ -69,8 +69,7 @@ def test_module_made_on_lazy_has_the_parameters_of_eager(name: str, counts: Coun
             assert all(isinstance(p, nn.Parameter) for p in module.parameters())
             return {k: v for k, v in module.state_dict().items() if not nn.parameter.is_lazy(v)}
 
-        eager = Outcome(lambda make=make: make("cpu"), "cpu")
-        found = difference(eager, Outcome(lambda make=make: make("lazy"), "lazy"))
+        found = device_run_difference(make)
         assert not found, found
         counts.add("made on the device")
 
@@ -96,8 +95,7 @@ def test_module_raises_where_eager_does(name: str, counts: Counts) -> None:
             args = [a.to(device) if isinstance(a, torch.Tensor) else a for a in given.forward_input.args]
             return module.to(device)(*args, **given.forward_input.kwargs)
 
-        eager = Outcome(lambda run=run: run("cpu"), "cpu")
-        assert eager.error is not None
-        found = difference(eager, Outcome(lambda run=run: run("lazy"), "lazy"))
+        assert Outcome(lambda run=run: run("cpu"), "cpu").error is not None
+        found = device_run_difference(run)
         assert not found, found
         counts.add("error inputs")

@@ -19,7 +19,7 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, Optimi
 
 import lazystep
 
-from .compare import Outcome, copy_inputs, difference
+from .compare import Outcome, copy_inputs, device_run_difference, difference
 from .conftest import Counts
 
 NUM_STEPS = 5
@@ -143,8 +143,7 @@ def test_optimizer_raises_where_eager_does(name: str, counts: Counts) -> None:
             params = given.params if given.params is not None else [nn.Parameter(torch.ones(2, 2))]
             info.optim_cls(to_device(params, device), **given.kwargs)
 
-        eager = Outcome(lambda make=make: make("cpu"), "cpu")
-        found = difference(eager, Outcome(lambda make=make: make("lazy"), "lazy"))
+        found = device_run_difference(make)
         assert not found, f"{given.desc}: {found}"
         counts.add("error inputs")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +15,13 @@ from torch import nn
 import lazystep
 from lazystep import config, debug
 from lazystep.compile.cache import LibraryCache, cache_directory
+from tests.builds import repeat, steps_until_native
 from tests.helpers import count, run_python
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 
 # Relative to the largest element, after a handful of steps.
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def auto(runtime: Any) -> Iterator[None]:
-    runtime.programs.clear()
-    with config.override(tier="auto", build_after=2):
-        yield
-    lazystep.wait_for_compile()
 
 
 class Net(nn.Module):
@@ -121,15 +114,11 @@ def test_learning_rate_is_an_input_in_every_form_of_an_optimizer(kind: str, opti
             model.parameters(), lr=0.1, weight_decay=0.01, **{options: True}
         )
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        for number in range(20):
+        for _ in steps_until_native(20, wait_at=6):
             model(torch.ones(2, 4, device=device)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            if device == "lazy":
-                lazystep.mark_step()
-                if number == 6:
-                    assert lazystep.wait_for_compile(300)
         return model.weight.detach().cpu()
 
     got = run("lazy")
@@ -166,16 +155,6 @@ def test_second_process_starts_natively_at_the_first_step() -> None:
     assert counts["builds_requested"] == 0
     assert counts["builder_starts"] == 0
     torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=1e-5, atol=0)
-
-
-def repeat(function: Callable[[], torch.Tensor], times: int = 4) -> torch.Tensor:
-    """Run a step often enough to have it built, wait for that, and run it twice: to check, and natively."""
-    for number in range(times + 2):
-        result = function()  # held until the barrier: what nobody wants is not computed
-        lazystep.mark_step()
-        if number == times - 1:
-            assert lazystep.wait_for_compile(300)
-    return result.cpu()
 
 
 def test_fixed_scalar_that_changes_runs_on_the_reference() -> None:
@@ -245,12 +224,9 @@ def test_updates_that_read_what_they_overwrite() -> None:
         return base, base[2:-2], torch.linspace(0, 1, 90_000).reshape(300, 300).to(device), rest[100:]
 
     eager, lazy = setup("cpu"), setup("lazy")
-    for number in range(6):
+    for _ in steps_until_native(6):
         step(*eager)
         step(*lazy)
-        lazystep.mark_step()
-        if number == 3:
-            assert lazystep.wait_for_compile(300)
     assert_close([t.cpu() for t in lazy], list(eager))
     assert count("native_executions") >= 1
     assert count("native_mismatches") == 0
@@ -316,12 +292,9 @@ def test_native_tier_waits_for_the_build() -> None:
 def test_closures_see_the_values_of_their_own_step() -> None:
     total = torch.zeros(3).to("lazy")
     seen: list[float] = []
-    for number in range(12):
+    for _ in steps_until_native(12):
         total.add_(1.0)
         lazystep.add_step_closure(lambda t: seen.append(t[0].item()), (total,), run_async=True)
-        lazystep.mark_step()
-        if number == 4:
-            lazystep.wait_for_compile(300)
     lazystep.flush_step_closures()
     assert seen == [float(n) for n in range(1, 13)]
     assert count("native_executions") >= 5
