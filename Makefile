@@ -7,13 +7,23 @@ BIN := $(VENV)/bin
 JAX_VENV := .venv-jax
 STAMP := $(VENV)/installed
 
-.PHONY: demo test check bench bench-peers conformance-native format extension wheel sanitize clean
+.PHONY: demo fast test nightly check bench bench-peers format extension wheel sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/lazystep demo
 
+# One minute, of every part something; the table is in tests/conftest.py.
+fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m fast
+
+# Everything that must hold, but for the long runs.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# The long runs, an hour or two: torch's whole databases in native libraries, all models, ten times the samples.
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m nightly
+	LAZYSTEP_TEST_SAMPLES=40 $(BIN)/python -m pytest -n 2 tests/conformance/test_ops.py
 
 # Rebuild the extensions in place, after a change in C++ or of torch.
 extension: $(STAMP)
@@ -36,7 +46,7 @@ sanitize: $(STAMP)
 	cd $(SANITIZED) && env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:protect_shadow_gap=0:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:malloc_context_size=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  PYTHONPATH=. $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider \
-	  tests/test_native_recorder.py tests/test_device.py tests/test_semantics.py tests/test_random_programs.py
+	  tests/record
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -56,11 +66,6 @@ $(JAX_VENV)/installed:
 	$(PYTHON) -m venv $(JAX_VENV)
 	$(JAX_VENV)/bin/python -m pip install --quiet jax jaxlib numpy
 	touch $@
-
-# Every operator, module and optimizer of torch's databases in native libraries, and long runs: an hour.
-conformance-native: $(STAMP)
-	LAZYSTEP_NATIVE_OPS=all $(BIN)/python -m pytest -n 2 tests/conformance/test_native.py tests/test_native_training.py \
-	  tests/test_step.py::test_five_hundred_native_replays_stay_close_to_eager
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,11 +1,19 @@
-"""What every test gets: checked programs, and a lazy device without leftovers of the test before."""
+"""What every test gets: checked programs, and a lazy device without leftovers of the test before.
+
+Internals that several tests look at come from the fixtures here, so that a module that moves is named in one
+place.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +25,11 @@ _cache = tempfile.TemporaryDirectory(prefix="lazystep-tests-")
 os.environ["LAZYSTEP_CACHE_DIR"] = _cache.name
 
 import lazystep  # noqa: E402
-from lazystep import config  # noqa: E402
-from lazystep.barrier import runtime  # noqa: E402
+from lazystep import barrier, config, notices, tiers  # noqa: E402
 from lazystep.history import History  # noqa: E402
+from lazystep.record.native import _recorder  # noqa: E402
+from lazystep.record.native import front_end as front_end_module  # noqa: E402
+from lazystep.record.python import dispatch as dispatch_module  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,7 +44,7 @@ def small_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
+def clean_device(runtime: barrier.Runtime) -> Iterator[None]:
     config.settings.verify_programs = True
     torch.manual_seed(0)
     lazystep.metrics.reset()
@@ -44,3 +54,79 @@ def clean_device() -> Iterator[None]:
     # A test that expects a background failure has to take it: none may leak into the next one.
     lazystep.mark_step(wait=True)
     lazystep.wait_device_ops()
+
+
+# -- internals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def runtime() -> barrier.Runtime:
+    """The lazy device's state: recorder, programs, executor, tiers, history."""
+    return barrier.runtime
+
+
+@pytest.fixture(scope="session")
+def runtime_module(runtime: barrier.Runtime) -> ModuleType:
+    """The module that cuts and queues programs, to replace what it calls."""
+    return sys.modules[type(runtime).__module__]
+
+
+@pytest.fixture(scope="session")
+def value_of() -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """The CPU tensor behind a lazy one; None as long as it has not been computed."""
+    return lambda tensor: barrier.handle_of(tensor).tensor
+
+
+@pytest.fixture(scope="session")
+def extension() -> ModuleType:
+    """The recorder in C++, for what it counts."""
+    return _recorder
+
+
+@pytest.fixture(scope="session")
+def front_end() -> ModuleType:
+    """The module of which C++ asks the user's line of a new instruction (`user_source`)."""
+    return front_end_module
+
+
+@pytest.fixture(scope="session")
+def dispatch() -> ModuleType:
+    """The module of which C++ asks what becomes of a new call (`decide`) and of a draw (`draw`)."""
+    return dispatch_module
+
+
+# -- native libraries ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def auto_tier(runtime: barrier.Runtime, tmp_path: Path) -> Iterator[None]:
+    """Libraries are built from the second run on, in a cache of the test's own. The builder stays warm."""
+    runtime.programs.clear()
+    notices.forget()
+    with config.override(tier="auto", build_after=2, cache_dir=str(tmp_path / "cache")):
+        yield
+        lazystep.wait_for_compile(300)
+    notices.forget()
+
+
+@pytest.fixture
+def own_builder(auto_tier: None, runtime: barrier.Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A builder that the test may break."""
+    own = tiers.Tiers()
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "tiers", own)
+        yield own.builder
+        lazystep.wait_device_ops()
+        runtime.programs.clear()
+        own.close()
+
+
+@pytest.fixture
+def wrap_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """Have every library that is loaded from now on wrapped by a function."""
+    load = tiers.load
+
+    def wrap(wrapper: Callable[[Any], Any]) -> None:
+        monkeypatch.setattr(tiers, "load", lambda path: wrapper(load(path)))
+
+    return wrap

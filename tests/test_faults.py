@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 import weakref
@@ -16,8 +15,7 @@ import torch
 
 import lazystep
 from lazystep import config, metrics
-from lazystep.record.device import IS_NATIVE as NATIVE
-from lazystep.record.recorder import Recording
+from tests.helpers import run_python
 
 
 @torch.library.custom_op("lazystep_tests::failing", mutates_args=())
@@ -31,14 +29,7 @@ failing.register_fake(lambda x, fails: torch.empty_like(x))
 
 
 def run_script(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environ},
-        check=False,
-    )
+    return run_python("-c", textwrap.dedent(code), **environ)
 
 
 def test_failure_is_raised_at_the_next_barrier_with_op_and_line() -> None:
@@ -146,46 +137,22 @@ def test_out_of_memory_names_the_op_releases_buffers_and_a_smaller_step_works() 
     assert step(2000).item() == 2000.0
 
 
-def test_interrupt_while_python_is_asked_leaves_a_usable_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not NATIVE:
-        pytest.skip("the Python recorder rolls back: see the next test")
-    from lazystep.record.native import front_end
-
+def test_interrupt_while_python_is_asked_leaves_a_usable_recording(
+    monkeypatch: pytest.MonkeyPatch, front_end: Any, dispatch: Any
+) -> None:
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
     x = torch.ones(3).to("lazy")
-    for name in ("decide", "user_source"):  # before and after the entry is made
-        owner = front_end.python_front_end if name == "decide" else front_end
+    for name, owner in (
+        ("decide", dispatch),
+        ("user_source", front_end),
+    ):  # before and after the entry is made
         monkeypatch.setattr(owner, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             x.mul(torch.ones(len(name), 1).to("lazy"))
         monkeypatch.undo()
         assert (x + 1).tolist() == [2.0, 2.0, 2.0]
-
-
-@pytest.mark.skipif(NATIVE, reason="an op is recorded in one piece in C++")
-def test_interrupt_while_recording_leaves_no_half_made_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.ones(3).to("lazy")
-    fresh = torch.full((3,), 2.0).to("lazy")
-    x = weight + 1
-    import lazystep.record.recorder as module
-
-    original = module._make_handles
-
-    def interrupted(recording: Recording, decision: Any, operands: Any) -> Any:
-        original(recording, decision, operands)
-        raise KeyboardInterrupt
-
-    before = lazystep.barrier.runtime.recorder.num_entries
-    monkeypatch.setattr(module, "_make_handles", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        x.mul(fresh)
-    monkeypatch.undo()
-    assert lazystep.barrier.runtime.recorder.num_entries == before
-    y = x * fresh + weight
-    assert y.tolist() == [5.0, 5.0, 5.0]
-    assert x.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_interrupt_while_waiting_and_executing() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import lazystep
+from tests.helpers import run_python
 
 # The README's example, with places for mistakes.
 SCRIPT = """\
@@ -38,19 +37,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     script = directory / "train.py"
     script.write_text(SCRIPT.replace("BODY", body).replace("WIDTH", str(width)))
-    return subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={
-            **os.environ,
-            "LAZYSTEP_RECORDER": "auto",
-            "LAZYSTEP_CACHE_DIR": str(directory / "cache"),
-            **environ,
-        },
-    )
+    return run_python(script, **{"LAZYSTEP_CACHE_DIR": str(directory / "cache"), **environ})
 
 
 def test_shape_error_names_the_op_the_shapes_and_the_line(tmp_path: Path) -> None:

@@ -115,10 +115,6 @@ class Outcome:
             self.error = error
             _drain()
 
-    @property
-    def is_refused(self) -> bool:
-        return isinstance(self.error, lazystep.UnsupportedError)
-
 
 def _drain() -> None:
     """Let an error's followers out, so that the next run starts clean."""
@@ -140,6 +136,11 @@ def difference(eager: Outcome, lazy: Outcome, *, has_values: bool = True) -> str
     if not torch.equal(eager.rng_state, lazy.rng_state):
         return "the random number generator is in another state afterwards"
     return tree_difference(eager.tree, lazy.tree, has_values=has_values)
+
+
+def device_run_difference(run: Callable[[str], Any]) -> str | None:
+    """How `run("lazy")` differs from `run("cpu")`, or None."""
+    return difference(Outcome(lambda: run("cpu"), "cpu"), Outcome(lambda: run("lazy"), "lazy"))
 
 
 def _error_difference(eager: Outcome, lazy: Outcome) -> str | None:

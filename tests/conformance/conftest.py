@@ -3,8 +3,8 @@
     pytest tests/conformance --samples 40
     LAZYSTEP_TEST_SAMPLES=40 pytest              # pytest knows the option only beside this directory
 
-Every comparison is counted; the summary says how many there were per suite and data type, and how
-many were refusals.
+Every comparison is counted; the summary says how many there were per suite and data type.
+A test that compares nothing fails.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Counts:
 def counts(request: pytest.FixtureRequest) -> Iterator[Counts]:
     counts = Counts()
     yield counts
+    assert counts.compared, "this test has compared nothing"
     suite = request.path.stem.removeprefix("test_")
     for label, number in counts.compared.items():
         # Properties travel with the report, also from the workers of pytest-xdist.

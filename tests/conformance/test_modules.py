@@ -16,15 +16,12 @@ from torch.testing._internal.common_modules import ModuleErrorEnum
 
 import lazystep
 
-from .compare import Outcome, device_difference, difference, pick, seed, tensors_in
+from .compare import Outcome, device_difference, device_run_difference, difference, pick, seed, tensors_in
 from .conftest import Counts
 from .modules import MODULES, cases
 
 # A few modules have hundreds of inputs.
 NUM_INPUTS = {torch.float32: 6, torch.float64: 2}
-
-# Modules that the lazy device refuses with `UnsupportedError`, and why.
-REFUSED: dict[str, str] = {}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -41,18 +38,12 @@ def test_module_equals_eager_bitwise(name: str, mode: str, counts: Counts) -> No
             # The database has no input that eager refuses: importing lazystep must not change that.
             assert eager.error is None, f"{label}, input {index}: eager raises {eager.error!r}"
             lazy = Outcome(case.prepare("lazy", steps=2, barrier=lazystep.mark_step), "lazy")
-            if name in REFUSED:
-                assert lazy.is_refused, f"{name} is listed as refused: {REFUSED[name]}"
-                counts.add(f"{label}, refused")
-                continue
             found = difference(eager, lazy)
             if found is None and lazy.error is None:
                 found = device_difference(tensors_in(lazy.tree))
             counts.add(label)
             if found:
                 differences.append(f"{label}, input {index}: {found}")
-    if name in REFUSED:
-        pytest.skip(f"refused: {REFUSED[name]}")
     assert not differences, "\n".join(differences)
 
 
@@ -78,34 +69,33 @@ def test_module_made_on_lazy_has_the_parameters_of_eager(name: str, counts: Coun
             assert all(isinstance(p, nn.Parameter) for p in module.parameters())
             return {k: v for k, v in module.state_dict().items() if not nn.parameter.is_lazy(v)}
 
-        eager = Outcome(lambda make=make: make("cpu"), "cpu")
-        found = difference(eager, Outcome(lambda make=make: make("lazy"), "lazy"))
+        found = device_run_difference(make)
         assert not found, found
         counts.add("made on the device")
 
 
-WITH_ERRORS = [name for name, info in MODULES.items() if info.module_error_inputs_func is not None]
+def forward_errors(name: str) -> list[Any]:
+    """The inputs of a module that eager's forward refuses; a constructor refuses before any tensor."""
+    info = MODULES[name]
+    seed()
+    options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": True}
+    errors = info.module_error_inputs_func(info, **options) if info.module_error_inputs_func else []
+    return [e.module_error_input for e in errors if e.error_on is ModuleErrorEnum.FORWARD_ERROR]
+
+
+WITH_ERRORS = [name for name in MODULES if forward_errors(name)]
 
 
 @pytest.mark.parametrize("name", WITH_ERRORS)
 def test_module_raises_where_eager_does(name: str, counts: Counts) -> None:
-    info = MODULES[name]
-    seed()
-    errors = info.module_error_inputs_func(
-        info, device="cpu", dtype=torch.float32, requires_grad=True, training=True
-    )
-    for error in errors:
-        if error.error_on is not ModuleErrorEnum.FORWARD_ERROR:
-            continue  # no tensor is involved yet
-        given = error.module_error_input
+    for given in forward_errors(name):
 
         def run(device: str, given: Any = given) -> Any:
-            module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
+            module = MODULES[name].module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
             args = [a.to(device) if isinstance(a, torch.Tensor) else a for a in given.forward_input.args]
             return module.to(device)(*args, **given.forward_input.kwargs)
 
-        eager = Outcome(lambda run=run: run("cpu"), "cpu")
-        assert eager.error is not None
-        found = difference(eager, Outcome(lambda run=run: run("lazy"), "lazy"))
+        assert Outcome(lambda run=run: run("cpu"), "cpu").error is not None
+        found = device_run_difference(run)
         assert not found, found
         counts.add("error inputs")

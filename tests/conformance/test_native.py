@@ -2,14 +2,13 @@
 
 Building a library takes seconds, whatever is in it. So a dozen operators are recorded into one program,
 each on its own sample, and each one's results are compared with eager's; a dozen that does not
-build is halved until the culprit is found. A few stand for all of them here; `make conformance-native`
+build is halved until the culprit is found. A few stand for all of them here; `make nightly`
 takes every one. (`test_lowering` compares the uncompiled graphs of all operators.)
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,22 +18,22 @@ import torch
 
 import lazystep
 from lazystep import config, metrics
-from lazystep.barrier import runtime
 from lazystep.execute.compare import TOLERANCES
+from tests.helpers import nightly
 
 from .compare import Outcome, seed, tensors_in
 from .conftest import Counts
 from .modules import MODULES, cases
-from .test_lowering import COMPLEX, NOT_LOWERED, one_sample
+from .test_lowering import COMPLEX, NOT_LOWERED, WITH_A_SAMPLE, one_sample
 from .test_ops import OPS, UNINITIALIZED, call
 from .test_optims import OPTIMS, implementations, make_net
 
 pytestmark = pytest.mark.timeout(1800)
-ALL = os.environ.get("LAZYSTEP_NATIVE_OPS") == "all"
 A_FEW_OPS = (
     *("addcdiv", "cumsum", "linalg.solve", "nn.functional.batch_norm", "nn.functional.conv2d"),
     *("nn.functional.dropout", "scatter_add", "sort"),
 )
+A_FEW_THAT_STAY = (COMPLEX[0], "resize_")
 A_FEW_MODULES = ("nn.BatchNorm2d", "nn.Embedding", "nn.GRU", "nn.LayerNorm")
 A_FEW_OPTIMS = (("AdamW", "foreach"), ("Adam", "fused"))
 NUM_OPTIM_STEPS = 6
@@ -57,7 +56,7 @@ Part = tuple[str, Callable[[str], Outcome]]
 
 
 @pytest.fixture(autouse=True)
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def native(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> Iterator[None]:
     """Wait for each library. torch.testing ends a step at every random operator: here it must not."""
     monkeypatch.setattr(torch, "_lazy", types.SimpleNamespace(mark_step=lambda: None), raising=False)
     runtime.programs.clear()
@@ -68,22 +67,22 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def dozens(names: Sequence[Any], size: int) -> list[Any]:
     """Names in groups of a size, each with an id that says from where to where."""
     groups = [tuple(names[start : start + size]) for start in range(0, len(names), size)]
-    return [pytest.param(group, id=f"{group[0]} to {group[-1]}") for group in groups]
+    return [
+        pytest.param(group, id=f"{group[0]} to {group[-1]}", marks=pytest.mark.nightly) for group in groups
+    ]
 
 
 # -- operators -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "names", dozens([n for n in OPS if n not in STAYS], 12) if ALL else [A_FEW_OPS], ids=None
-)
-def test_operators_as_a_library(names: tuple[str, ...], counts: Counts) -> None:
+@pytest.mark.parametrize("names", [A_FEW_OPS, *dozens([n for n in WITH_A_SAMPLE if n not in STAYS], 12)])
+def test_operators_as_a_library(names: tuple[str, ...], counts: Counts, runtime: Any) -> None:
     parts = [part for name in names for part in operator_parts(name)]
-    check_natively(parts, counts)
+    check_natively(parts, counts, runtime)
 
 
-@pytest.mark.parametrize("name", STAYS if ALL else [COMPLEX[0], "resize_"])
-def test_operator_that_stays_on_the_reference(name: str, counts: Counts) -> None:
+@pytest.mark.parametrize("name", [*A_FEW_THAT_STAY, *nightly(n for n in STAYS if n not in A_FEW_THAT_STAY)])
+def test_operator_that_stays_on_the_reference(name: str, counts: Counts, runtime: Any) -> None:
     (_, run), *_ = operator_parts(name)
     eager, lazy = run("cpu"), run("lazy")
     lazystep.mark_step(wait=True)
@@ -91,14 +90,12 @@ def test_operator_that_stays_on_the_reference(name: str, counts: Counts) -> None
         compare(name, eager, lazy)
     assert type(eager.error) is type(lazy.error)
     assert metrics.counter_value("native_executions") == 0
-    assert any(STAYS[name] in reason for reason in reasons())
+    assert any(STAYS[name] in reason for reason in reasons(runtime))
     counts.add("operators on reference")
 
 
 def operator_parts(name: str) -> list[Part]:
     op = OPS[name]
-    if not {torch.float32, torch.int64} & op.supported_dtypes("cpu"):
-        return []
     samples, grad = one_sample(op)
     return [(name, lambda device, s=s: call(op.op, s, device, grad=grad, barrier=False)) for s in samples]
 
@@ -111,20 +108,20 @@ NATIVE_MODULES = [
 ]
 
 
-@pytest.mark.parametrize("names", dozens(NATIVE_MODULES, 8) if ALL else [A_FEW_MODULES], ids=None)
-@pytest.mark.parametrize("mode", ["train", "eval"] if ALL else ["train"])
-def test_modules_as_a_library(names: tuple[str, ...], mode: str, counts: Counts) -> None:
-    check_natively([part for name in names for part in module_parts(name, mode)], counts)
+@pytest.mark.parametrize("names", [A_FEW_MODULES, *dozens(NATIVE_MODULES, 8)])
+@pytest.mark.parametrize("mode", ["train", *nightly(["eval"])])
+def test_modules_as_a_library(names: tuple[str, ...], mode: str, counts: Counts, runtime: Any) -> None:
+    check_natively([part for name in names for part in module_parts(name, mode)], counts, runtime)
 
 
 @pytest.mark.parametrize("name", MODULES_THAT_STAY)
-@pytest.mark.parametrize("mode", ["train", "eval"] if ALL else ["train"])
-def test_module_that_stays_on_the_reference(name: str, mode: str, counts: Counts) -> None:
+@pytest.mark.parametrize("mode", ["train", *nightly(["eval"])])
+def test_module_that_stays_on_the_reference(name: str, mode: str, counts: Counts, runtime: Any) -> None:
     ((_, run),) = module_parts(name, mode)
     eager, lazy = run("cpu"), run("lazy")
     lazystep.mark_step(wait=True)
     compare(name, eager, lazy)
-    assert any(MODULES_THAT_STAY[name] in reason for reason in reasons())
+    assert any(MODULES_THAT_STAY[name] in reason for reason in reasons(runtime))
     counts.add("modules on reference")
 
 
@@ -138,24 +135,22 @@ def module_parts(name: str, mode: str) -> list[Part]:
 # -- what both share -------------------------------------------------------------------------------
 
 
-def check_natively(parts: Sequence[Part], counts: Counts) -> None:
+def check_natively(parts: Sequence[Part], counts: Counts, runtime: Any) -> None:
     """Record the parts as one program, twice: the second run is a library's. Compare each with eager."""
     eager = {name: run("cpu") for name, run in parts}
     # What eager refuses is no part of a library; the reference suites compare the errors.
     parts = [part for part in parts if eager[part[0]].error is None]
-    if not parts:
-        pytest.skip("the database has no samples for the CPU")
     before = metrics.counter_value("native_executions")
     for _ in range(2):
         lazy = {name: run("lazy") for name, run in parts}
         lazystep.mark_step(wait=True)
-    stays = [reason for reason in reasons() if not any(kind in reason for kind in STAYS.values())]
+    stays = [reason for reason in reasons(runtime) if not any(kind in reason for kind in STAYS.values())]
     if stays and len(parts) > 1:
         half = len(parts) // 2
         runtime.programs.clear()
         runtime.history._programs.clear()
-        check_natively(parts[:half], counts)
-        check_natively(parts[half:], counts)
+        check_natively(parts[:half], counts, runtime)
+        check_natively(parts[half:], counts, runtime)
         return
     assert not stays, f"{parts[0][0]}: {stays[0]}"
     assert metrics.counter_value("native_mismatches") == 0
@@ -167,7 +162,7 @@ def check_natively(parts: Sequence[Part], counts: Counts) -> None:
     assert is_native or not runtime.history._programs, "nothing ran natively"
 
 
-def reasons() -> list[str]:
+def reasons(runtime: Any) -> list[str]:
     """Why programs have stayed on the reference."""
     return [one.reason for one in runtime.history._programs if one.reason]
 
@@ -206,26 +201,28 @@ def assert_close(
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def optim_cases() -> list[tuple[str, str]]:
+def optim_cases() -> list[Any]:
     """Each optimizer in each form; complex and sparse parameters never leave the reference."""
-    return [
+    found = [
         (name, kind)
         for name, info in OPTIMS.items()
         for kind in implementations(info)
         if kind in ("loop", "foreach", "fused") and name not in ("LBFGS", "SparseAdam")
     ]
+    return [*A_FEW_OPTIMS, *nightly(case for case in found if case not in A_FEW_OPTIMS)]
 
 
-@pytest.mark.parametrize(("name", "kind"), optim_cases() if ALL else A_FEW_OPTIMS)
-def test_optimizer_as_a_library(name: str, kind: str, counts: Counts) -> None:
+@pytest.mark.parametrize("case", optim_cases(), ids="-".join)
+def test_optimizer_as_a_library(case: tuple[str, str], counts: Counts, runtime: Any) -> None:
     """All configurations of the database side by side in one step."""
+    name, kind = case
     info = OPTIMS[name]
     options = [{**g.kwargs, **implementations(info)[kind]} for g in info.optim_inputs_func(device="cpu")]
     expected, _ = train(name, kind, options, "cpu")
     with config.override(tier="auto", build_after=2):
         actual, num_native = train(name, kind, options, "lazy")
     assert metrics.counter_value("native_mismatches") == 0
-    assert num_native >= 1, reasons()
+    assert num_native >= 1, reasons(runtime)
     # Muon iterates in bfloat16.
     dtype = torch.bfloat16 if name == "Muon" else torch.float64
     for want, got in zip(tensors_in(expected), tensors_in(actual), strict=True):

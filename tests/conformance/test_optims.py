@@ -19,15 +19,12 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, Optimi
 
 import lazystep
 
-from .compare import Outcome, copy_inputs, difference
+from .compare import Outcome, copy_inputs, device_run_difference, difference
 from .conftest import Counts
 
 NUM_STEPS = 5
 
 OPTIMS = {info.optim_cls.__name__: info for info in optim_db}
-
-# (optimizer or "any", implementation) that the lazy device refuses, and why.
-REFUSED: dict[tuple[str, str], str] = {}
 
 
 def implementations(info: OptimizerInfo) -> dict[str, dict[str, bool]]:
@@ -121,24 +118,17 @@ def train(name: str, kind: str, options: dict[str, Any], device: str) -> Callabl
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=[f"{name}-{kind}" for name, kind in CASES])
 def test_optimizer_equals_eager_bitwise(name: str, kind: str, counts: Counts) -> None:
     differences = []
-    refusal = REFUSED.get((name, kind)) or REFUSED.get(("any", kind))
     for given in OPTIMS[name].optim_inputs_func(device="cpu"):
         options = {**given.kwargs, **implementations(OPTIMS[name])[kind]}
         if name == "LBFGS":
             options["max_iter"] = 6  # each iteration reads the loss
         eager = Outcome(train(name, kind, options, "cpu"), "cpu")
         lazy = Outcome(train(name, kind, options, "lazy"), "lazy")
-        if refusal and eager.error is None:
-            assert lazy.is_refused, f"{given.desc}: listed as refused ({refusal})"
-            counts.add(f"{kind}, refused")
-            continue
         counts.add(kind if eager.error is None else f"{kind}, error")
         found = difference(eager, lazy)
         if found:
             differences.append(f"{given.desc}: {found}")
     assert not differences, "\n".join(differences)
-    if refusal:
-        pytest.skip(f"refused: {refusal}")
 
 
 @pytest.mark.parametrize("name", [name for name, info in OPTIMS.items() if info.optim_error_inputs_func])
@@ -153,8 +143,7 @@ def test_optimizer_raises_where_eager_does(name: str, counts: Counts) -> None:
             params = given.params if given.params is not None else [nn.Parameter(torch.ones(2, 2))]
             info.optim_cls(to_device(params, device), **given.kwargs)
 
-        eager = Outcome(lambda make=make: make("cpu"), "cpu")
-        found = difference(eager, Outcome(lambda make=make: make("lazy"), "lazy"))
+        found = device_run_difference(make)
         assert not found, f"{given.desc}: {found}"
         counts.add("error inputs")
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT, run_python
 
 
 def test_example_under_torchrun_is_equal_to_plain(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "examples/ddp_overlap.py", "--quick", "--timeline", str(timeline)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_python(*torchrun, ROOT / "examples" / "ddp_overlap.py", "--quick", "--timeline", timeline)
     assert done.returncode == 0, done.stderr
     assert "largest difference between the parameters: 0.0" in done.stdout
     assert "72 updates inside backward, 0 left to step()" in done.stdout

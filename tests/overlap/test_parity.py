@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from tests.helpers import ROOT
 
 from .pairwise import Combination, combinations, describe
 from .pool import Pool, World
@@ -15,7 +16,7 @@ from .row import HOOKS, ROWS, Row
 from .table import OPTIMIZERS, TORCH_OPTIMIZERS, Table, forms_of, run_combination, run_optimizer
 from .training import Outcome, Run, compare, mlp
 
-PAGE = Path(__file__).parents[2] / "docs" / "overlap.md"
+PAGE = ROOT / "docs" / "overlap.md"
 MARKED = re.compile(r"(<!-- table -->\n).*(\n<!-- end of table -->)", re.DOTALL)
 
 

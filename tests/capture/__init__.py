@@ -1,0 +1,1 @@
+"""Captured steps: what is replayed, what is noticed, and what is refused."""

@@ -1,0 +1,477 @@
+"""Surprises of other systems that capture functions: here each of them works, is noticed, or raises."""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import lazystep
+
+TEMPERATURE = 1.0
+NUM_CALLS = 7
+
+
+def test_list_of_tensors_is_not_frozen() -> None:
+    @lazystep.step(audit_every=0)
+    def total(xs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(xs).sum()
+
+    for number in range(NUM_CALLS):
+        assert total([torch.full((2,), float(number)), torch.ones(2)]).item() == 2 * number + 2
+    assert total([torch.ones(2)]).item() == 2  # another length is another capture
+    assert total.num_replayed >= NUM_CALLS - 2
+
+
+def test_output_is_never_overwritten_by_a_later_replay() -> None:
+    @lazystep.step(audit_every=0)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    outputs = [double(torch.full((2,), float(n))) for n in range(NUM_CALLS)]
+    assert [o[0].item() for o in outputs] == [2.0 * n for n in range(NUM_CALLS)]
+
+
+def test_assignment_of_a_parameter_is_honoured() -> None:
+    model = nn.Linear(2, 2, bias=False).to("lazy")
+
+    @lazystep.step(audit_every=0)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    for number in range(NUM_CALLS):
+        with torch.no_grad():
+            if number == 3:
+                model.weight.data = torch.full((2, 2), 5.0).to("lazy")
+            elif number == 5:
+                model.weight = nn.Parameter(torch.ones(2, 2).to("lazy"))
+            elif number == 4:
+                model.weight.fill_(3.0)
+        want = (torch.ones(1, 2) @ model.weight.detach().cpu().t()).sum().item()
+        assert forward(torch.ones(1, 2)).item() == pytest.approx(want)
+
+
+def test_load_state_dict_between_calls_is_honoured() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).to("lazy")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    @lazystep.step(audit_every=0)
+    def fit(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.randn(4, 3)
+    losses = [fit(x).item() for _ in range(4)]
+    saved = {k: v.cpu().clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
+    saved_optimizer = torch.utils._pytree.tree_map(
+        lambda v: v.cpu().clone() if isinstance(v, torch.Tensor) else v, saved[1]
+    )
+    later = [fit(x).item() for _ in range(4)]
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved_optimizer)
+    assert [fit(x).item() for _ in range(4)] == later
+    assert losses != later
+
+
+def test_changed_global_is_noticed() -> None:
+    global TEMPERATURE
+
+    @lazystep.step(audit_every=0)
+    def heated(x: torch.Tensor) -> torch.Tensor:
+        return (x * TEMPERATURE).sum()
+
+    try:
+        for number in range(12):
+            TEMPERATURE = 1.0 if number < 6 else 2.0
+            assert heated(torch.ones(3)).item() == 3 * TEMPERATURE
+    finally:
+        TEMPERATURE = 1.0
+    assert heated.num_replayed >= 6
+
+
+def test_mutated_closure_variable_is_noticed() -> None:
+    factor = 1.0
+    options = {"shift": 0.0}
+
+    @lazystep.step(audit_every=0)
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return (x * factor + options["shift"]).sum()
+
+    for number in range(12):
+        factor = 2.0 if number >= 4 else 1.0
+        options["shift"] = 1.0 if number >= 8 else 0.0
+        assert shifted(torch.ones(2)).item() == 2 * (factor + options["shift"])
+
+
+def test_attribute_of_an_object_is_noticed() -> None:
+    settings = types.SimpleNamespace(scale=1.0)
+
+    @lazystep.step(audit_every=0)
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x * settings.scale).sum()
+
+    for number in range(8):
+        settings.scale = float(1 + number // 4)
+        assert scaled(torch.ones(2)).item() == 2 * settings.scale
+
+
+def test_randomness_follows_eagers_stream() -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5) + torch.randn(4, device=x.device)
+
+    torch.manual_seed(3)
+    want = [(noisy(torch.ones(4)), torch.rand(1)) for _ in range(NUM_CALLS)]
+    step = lazystep.step(audit_every=0)(noisy)
+    torch.manual_seed(3)
+    got = [(step(torch.ones(4)), torch.rand(1)) for _ in range(NUM_CALLS)]
+    for (a, host_a), (b, host_b) in zip(got, want, strict=True):
+        assert a.cpu().equal(b)
+        assert host_a.equal(host_b)
+    assert step.num_replayed >= NUM_CALLS - 2
+
+
+def test_mode_is_not_frozen() -> None:
+    model = nn.Sequential(nn.Dropout(1.0)).to("lazy")
+
+    @lazystep.step(audit_every=0)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    for number in range(12):
+        model.train(number % 4 < 2)
+        assert forward(torch.ones(3)).item() == (0.0 if model.training else 3.0)
+
+
+def test_frozen_parameter_and_added_group_are_noticed() -> None:
+    one = nn.Parameter(torch.zeros(2).to("lazy"))
+    two = nn.Parameter(torch.zeros(2).to("lazy"))
+    optimizer = torch.optim.SGD([one], lr=1.0)
+
+    @lazystep.step(audit_every=0)
+    def fit() -> None:
+        (one.sum() + two.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        two.grad = None
+
+    for _ in range(4):
+        fit()
+    assert one.tolist() == [-4, -4]
+    optimizer.add_param_group({"params": [two]})
+    for _ in range(4):
+        fit()
+    assert two.tolist() == [-4, -4]
+    one.requires_grad_(False)
+    for _ in range(3):
+        fit()
+    assert one.tolist() == [-8, -8]
+    assert two.tolist() == [-7, -7]
+
+
+def test_hook_that_is_added_later_runs() -> None:
+    model = nn.Identity().to("lazy")
+
+    @lazystep.step(audit_every=0)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x) + 0
+
+    for _ in range(4):
+        assert forward(torch.ones(1)).item() == 1
+    model.register_forward_hook(lambda module, args, out: out * 10)
+    assert forward(torch.ones(1)).item() == 10
+
+
+def test_shape_changes_are_captures_of_their_own() -> None:
+    @lazystep.step(audit_every=0)
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    for number in range(16):
+        size = 2 + number % 2
+        assert total(torch.ones(size)).item() == size
+    assert total.num_replayed >= 11
+
+
+def test_arguments_that_share_memory_or_are_the_same() -> None:
+    @lazystep.step(audit_every=0)
+    def update(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1.0)
+        return (a * b).sum()
+
+    def lazy(n: float) -> torch.Tensor:
+        return torch.full((2,), float(n)).to("lazy")
+
+    for number in range(5):
+        assert update(lazy(number), lazy(2.0)).item() == 4 * (number + 1)
+    for number in range(5):
+        same = lazy(number)
+        assert update(same, same).item() == 2 * (number + 1) ** 2
+    for number in range(5):
+        base = torch.full((4,), float(number)).to("lazy")
+        assert update(base[:2], base[1:3]).item() == (number + 1) * number + (number + 1) ** 2
+    for number in range(3):
+        assert update(lazy(number), lazy(2.0)).item() == 4 * (number + 1)
+
+
+def test_output_that_is_an_input_is_that_input() -> None:
+    @lazystep.step(audit_every=0)
+    def same(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x + 1
+
+    for number in range(NUM_CALLS):
+        x = torch.full((1,), float(number)).to("lazy")
+        out, more = same(x)
+        assert out is x
+        assert more.item() == number + 1
+
+
+def test_input_mutated_inside_is_mutated() -> None:
+    @lazystep.step(audit_every=0)
+    def bump(x: torch.Tensor) -> None:
+        x.mul_(3.0)
+
+    for number in range(NUM_CALLS):
+        x = torch.full((2,), float(number)).to("lazy")
+        bump(x)
+        assert x.tolist() == [3.0 * number] * 2
+
+
+def test_input_that_is_not_contiguous() -> None:
+    @lazystep.step(audit_every=0)
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.arange(6.0, device="lazy").reshape(3, 2)).sum()
+
+    for number in range(10):
+        x = torch.arange(6.0).reshape(2, 3).t() if number % 2 else torch.arange(6.0).reshape(3, 2)
+        assert weighted(x.to("lazy")).item() == (x * torch.arange(6.0).reshape(3, 2)).sum().item()
+
+
+def test_exception_while_recording_leaves_everything_usable() -> None:
+    weight = nn.Parameter(torch.zeros(2).to("lazy"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    fails = [False, True, False, False, False, False]
+
+    @lazystep.step(audit_every=0)
+    def fit(fail: bool) -> None:
+        weight.sum().backward()
+        if fail:
+            raise RuntimeError("half way")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    done = 0
+    for fail in fails:
+        try:
+            fit(fail)
+            done += 1
+        except RuntimeError:
+            optimizer.zero_grad()
+    assert weight.tolist() == [-done, -done]
+    assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[(2, 3), (5, 3)], [(2, 3), (2, 3, 4)], [2, 2.5], [1, True], [(1, (2, "a")), (1, (3, "a"))], [1, 1.0]],
+)
+def test_attribute_that_is_no_tensor_is_compared_with_its_type(values: list[Any]) -> None:
+    box = types.SimpleNamespace(value=values[0])
+
+    def scale() -> Any:
+        return sum(leaf for leaf in tree_leaves(box.value) if not isinstance(leaf, str))
+
+    @lazystep.step(audit_every=0)
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale()
+
+    x = torch.arange(3)
+    for value in [*values, *values]:
+        box.value = value
+        want = x * scale()
+        for _ in range(NUM_CALLS):
+            got = scaled(x)
+            assert got.dtype == want.dtype
+            assert got.tolist() == want.tolist()
+    assert scaled.num_replayed >= 4 * (NUM_CALLS - 3)
+
+
+def test_result_with_a_graph_is_refused_with_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).to("lazy")
+
+    @lazystep.step
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    with pytest.warns(lazystep.LazyStepWarning, match=r"carries a graph.*torch\.no_grad"):
+        for _ in range(NUM_CALLS):
+            forward(torch.ones(1, 2)).backward()
+    assert model[0].weight.grad is not None
+    assert forward.num_replayed == 0
+
+
+def test_gradients_that_are_kept_accumulate() -> None:
+    weight = nn.Parameter(torch.zeros(2).to("lazy"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    @lazystep.step(audit_every=0)
+    def accumulate(x: torch.Tensor, last: bool) -> None:
+        (weight * x).sum().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for number in range(21):
+        accumulate(torch.ones(2), number % 3 == 2)
+    assert weight.tolist() == [-21, -21]
+    assert accumulate.num_replayed >= 4
+
+
+def test_list_that_grows_is_noticed() -> None:
+    history: list[torch.Tensor] = []
+
+    @lazystep.step(audit_every=0)
+    def remember(x: torch.Tensor) -> None:
+        history.append(x * 2)
+
+    remember(torch.ones(1))
+    with pytest.warns(lazystep.LazyStepWarning, match="length of a list"):
+        remember(torch.ones(1))
+    for _ in range(4):
+        remember(torch.ones(1))
+    assert len(history) == 6
+
+
+def test_counter_that_changes_inside_is_noticed() -> None:
+    counter = types.SimpleNamespace(steps=0)
+
+    @lazystep.step(audit_every=0)
+    def count(x: torch.Tensor) -> torch.Tensor:
+        counter.steps += 1
+        return x + counter.steps
+
+    count(torch.zeros(1))
+    with pytest.warns(lazystep.LazyStepWarning, match="'steps' from 1 to 2"):
+        count(torch.zeros(1))
+    assert count(torch.zeros(1)).item() == 3
+
+
+def test_read_inside_keeps_recording_with_a_warning() -> None:
+    @lazystep.step(audit_every=0)
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x * 3
+
+    assert branch(torch.ones(1)).item() == 2
+    with pytest.warns(lazystep.LazyStepWarning, match=r"waits for a value.*test_footguns\.py"):
+        branch(torch.ones(1))
+    assert branch(-torch.ones(1)).item() == -3
+    assert branch.num_replayed == 0
+
+
+def test_audit_finds_what_python_does_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    @lazystep.step(audit_every=4)
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x * float(os.environ["SCALE"])).sum()  # out of sight
+
+    results = []
+    with pytest.warns(lazystep.LazyStepWarning, match=r"a replay would have used 1\.0"):
+        for number in range(14):
+            monkeypatch.setenv("SCALE", "1.0" if number < 3 else "4.0")
+            results.append(scaled(torch.ones(1)).item())
+    assert results[-1] == 4.0
+
+
+def test_scheduler_inside_is_noticed() -> None:
+    weight = nn.Parameter(torch.zeros(1).to("lazy"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    @lazystep.step(audit_every=0)
+    def fit() -> None:
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    with pytest.warns(lazystep.LazyStepWarning, match="step the scheduler outside"):
+        for _ in range(5):
+            fit()
+    assert weight.item() == -(1 + 0.5 + 0.25 + 0.125 + 0.0625)
+    assert optimizer.param_groups[0]["lr"] == 0.5**5
+
+
+def test_generator_and_discriminator_side_by_side() -> None:
+    torch.manual_seed(0)
+    nets = nn.Linear(2, 2).to("lazy"), nn.Linear(2, 1).to("lazy")
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in nets]
+
+    @lazystep.step(audit_every=0)
+    def generator_step(z: torch.Tensor) -> torch.Tensor:
+        loss = -nets[1](nets[0](z)).mean()
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        return loss
+
+    @lazystep.step(audit_every=0)
+    def discriminator_step(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        loss = nets[1](nets[0](z).detach()).mean() - nets[1](x).mean()
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        return loss
+
+    for _ in range(8):
+        generator_step(torch.randn(4, 2))
+        last = discriminator_step(torch.randn(4, 2), torch.randn(4, 2))
+    assert torch.isfinite(last.cpu())
+    assert generator_step.num_replayed + discriminator_step.num_replayed >= 6
+
+
+def test_argument_that_never_repeats_is_reported_and_not_kept() -> None:
+    @lazystep.step
+    def scaled(x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * number
+
+    with pytest.warns(lazystep.LazyStepWarning, match=r"argument 1 \(int\) has another value") as caught:
+        for number in range(100):
+            assert scaled(torch.ones(1), number).item() == number
+    assert len(caught) == 1
+    assert len(scaled._captures) <= 17
+
+
+def test_wait_that_times_out_loses_nothing(runtime: Any) -> None:
+    """A replay that finds no room raises before it has moved a step count or drawn a number."""
+    model = nn.Linear(2, 2).to("lazy")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @lazystep.step(audit_every=0)
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.dropout(model(x), 0.5).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(NUM_CALLS):
+        train(torch.ones(1, 2))
+    lazystep.wait_device_ops()
+    assert train.num_replayed >= 2
+    counts = [state["step"].item() for state in optimizer.state.values()]
+    stream = torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(runtime.executor), "has_room", lambda self: False)
+        with lazystep.config.override(wait_timeout=0.01), pytest.raises(lazystep.WaitTimeoutError):
+            train(torch.ones(1, 2))
+    assert [state["step"].item() for state in optimizer.state.values()] == counts
+    assert torch.equal(torch.get_rng_state(), stream)
+    train(torch.ones(1, 2))
+    assert [state["step"].item() for state in optimizer.state.values()] == [c + 1 for c in counts]

@@ -1,0 +1,1 @@
+"""Step closures, and the reports that are made with them."""

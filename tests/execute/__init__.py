@@ -1,0 +1,1 @@
+"""Execution: barriers, reads, the executor, and native libraries at work."""

@@ -1,1 +1,0 @@
-"""What must hold when building, caching, loading or running natively goes wrong: the reference goes on."""

@@ -1,0 +1,1 @@
+"""Programs: their text, their check, and how they are stored."""

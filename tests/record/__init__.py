@@ -1,0 +1,1 @@
+"""Recording: what an operation on the lazy device becomes."""
