@@ -29,11 +29,11 @@ from lazystep.compile.cache import Library
 from lazystep.compile.key import inductor_options
 from lazystep.compile.scalars import fixed_slots
 from lazystep.execute.library import load
-from lazystep.execute.memory import keep_freed_memory
+from lazystep.execute.malloc import keep_freed_memory
 from lazystep.execute.native import NativeExecutable
 from lazystep.program.program import Program
 from lazystep.program.signature import signature_of
-from lazystep.tiers import TieredExecutable
+from lazystep.tiers.tiered import TieredExecutable
 
 from .models import MODELS, make_optimizer
 from .timing import Measurements, Neighbours, PeerError, Report, Table, interleave, machine
@@ -106,7 +106,7 @@ def build(step: Step, options: Mapping[str, Any], directory: Path) -> NativeExec
     if not results or isinstance(results[0], building.BuildError):
         raise PeerError(f"not built: {results[0] if results else 'it took too long'}")
     signature = signature_of(step.program, slots)
-    return NativeExecutable(step.program, signature, load(results[0].path), fixed, num_threads)
+    return NativeExecutable(step.program, signature, load(results[0].path), num_threads)
 
 
 def turn(name: str, native: NativeExecutable, step: Step, num_runs: int) -> Mapping[str, float]:

@@ -37,7 +37,7 @@ class Runtime:
     """One per process. Every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder(self)
+        self.recorder: Recorder = Recorder(self)
         self.programs = ProgramCache()
         self.executor = Executor()
         self.tiers = Tiers()

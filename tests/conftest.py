@@ -25,11 +25,14 @@ _cache = tempfile.TemporaryDirectory(prefix="lazystep-tests-")
 os.environ["LAZYSTEP_CACHE_DIR"] = _cache.name
 
 import lazystep  # noqa: E402
-from lazystep import barrier, config, notices, tiers  # noqa: E402
-from lazystep.history import History  # noqa: E402
-from lazystep.record.native import _recorder  # noqa: E402
-from lazystep.record.native import front_end as front_end_module  # noqa: E402
-from lazystep.record.python import dispatch as dispatch_module  # noqa: E402
+from lazystep import config, notices  # noqa: E402
+from lazystep.ops import dispatch as dispatch_module  # noqa: E402
+from lazystep.record import _recorder  # noqa: E402
+from lazystep.record.tensor import handle_of  # noqa: E402
+from lazystep.runtime import Runtime  # noqa: E402
+from lazystep.runtime import runtime as the_runtime  # noqa: E402
+from lazystep.tiers import tiered  # noqa: E402
+from lazystep.tiers.history import History  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,7 +47,7 @@ def small_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_device(runtime: barrier.Runtime) -> Iterator[None]:
+def clean_device(runtime: Runtime) -> Iterator[None]:
     config.settings.verify_programs = True
     torch.manual_seed(0)
     lazystep.metrics.reset()
@@ -60,13 +63,13 @@ def clean_device(runtime: barrier.Runtime) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def runtime() -> barrier.Runtime:
+def runtime() -> Runtime:
     """The lazy device's state: recorder, programs, executor, tiers, history."""
-    return barrier.runtime
+    return the_runtime
 
 
 @pytest.fixture(scope="session")
-def runtime_module(runtime: barrier.Runtime) -> ModuleType:
+def runtime_module(runtime: Runtime) -> ModuleType:
     """The module that cuts and queues programs, to replace what it calls."""
     return sys.modules[type(runtime).__module__]
 
@@ -74,7 +77,7 @@ def runtime_module(runtime: barrier.Runtime) -> ModuleType:
 @pytest.fixture(scope="session")
 def value_of() -> Callable[[torch.Tensor], torch.Tensor | None]:
     """The CPU tensor behind a lazy one; None as long as it has not been computed."""
-    return lambda tensor: barrier.handle_of(tensor).tensor
+    return lambda tensor: handle_of(tensor).tensor
 
 
 @pytest.fixture(scope="session")
@@ -84,14 +87,8 @@ def extension() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def front_end() -> ModuleType:
-    """The module of which C++ asks the user's line of a new instruction (`user_source`)."""
-    return front_end_module
-
-
-@pytest.fixture(scope="session")
 def dispatch() -> ModuleType:
-    """The module of which C++ asks what becomes of a new call (`decide`) and of a draw (`draw`)."""
+    """The module that C++ asks about a new call (`decide`), a draw (`draw`) and a line (`user_source`)."""
     return dispatch_module
 
 
@@ -99,7 +96,7 @@ def dispatch() -> ModuleType:
 
 
 @pytest.fixture
-def auto_tier(runtime: barrier.Runtime, tmp_path: Path) -> Iterator[None]:
+def auto_tier(runtime: Runtime, tmp_path: Path) -> Iterator[None]:
     """Libraries are built from the second run on, in a cache of the test's own. The builder stays warm."""
     runtime.programs.clear()
     notices.forget()
@@ -110,9 +107,9 @@ def auto_tier(runtime: barrier.Runtime, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def own_builder(auto_tier: None, runtime: barrier.Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def own_builder(auto_tier: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A builder that the test may break."""
-    own = tiers.Tiers()
+    own = tiered.Tiers()
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "tiers", own)
         yield own.builder
@@ -124,9 +121,9 @@ def own_builder(auto_tier: None, runtime: barrier.Runtime, monkeypatch: pytest.M
 @pytest.fixture
 def wrap_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
     """Have every library that is loaded from now on wrapped by a function."""
-    load = tiers.load
+    load = tiered.load
 
     def wrap(wrapper: Callable[[Any], Any]) -> None:
-        monkeypatch.setattr(tiers, "load", lambda path: wrapper(load(path)))
+        monkeypatch.setattr(tiered, "load", lambda path: wrapper(load(path)))
 
     return wrap

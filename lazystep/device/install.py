@@ -1,4 +1,4 @@
-"""`import lazystep` calls `install`, and nothing else registers with torch or patches it."""
+"""`import lazystep` calls `install`. Nothing else registers with torch or patches it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from ..record.recorder import Recorder
 from . import device_module, kernels, patches, tensor_methods
 
 
-@functools.cache
 def install(recorder: Recorder) -> None:
-    """Make `device="lazy"` known to torch. Once per process; docs/concepts.md has the same list.
+    """Make `device="lazy"` known to torch, once per process. See `_install`."""
+    _install(recorder)
+
+
+@functools.cache  # a second time, after a reload of the package, would patch the patches
+def _install(recorder: Recorder) -> None:
+    """Everything that lazystep touches in torch; docs/concepts.md has the same list.
 
     Each change leaves tensors of other devices exactly as they were.
     """

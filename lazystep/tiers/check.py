@@ -42,7 +42,7 @@ def run_checked(
     state = list(inputs)
     metrics.count("native_checks")
     try:
-        actual = _labelled(program, copies, native.run(list(copies), scalars), written)
+        actual = results_of(program, copies, native.run(list(copies), scalars), written)
     except UnfitError:
         raise
     except Exception as error:
@@ -50,12 +50,12 @@ def run_checked(
         reason = str(error.__cause__ or error).partition("\n")[0]
         return Checked(reference.run(inputs, scalars), failure=reason)
     outputs = reference.run(inputs, scalars)
-    expected = _labelled(program, state, outputs, written)
+    expected = results_of(program, state, outputs, written)
 
     def perturbed() -> Results:
         metrics.count("native_checks_perturbed")
         moved = _perturbed_inputs(program, before)
-        return _labelled(program, moved, reference.run(list(moved), scalars), written)
+        return results_of(program, moved, reference.run(list(moved), scalars), written)
 
     found = differences(program, expected, actual, perturbed)
     return Checked(outputs, mismatch=describe(program, found) if found else "")
@@ -78,7 +78,7 @@ def copy_written(
     return copies
 
 
-def _labelled(
+def results_of(
     program: Program,
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],

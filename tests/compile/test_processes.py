@@ -41,7 +41,7 @@ print(json.dumps({n: metrics.counter_value(n) for n in names}))
 SPAWN = """
 for n in range(600):
     step()
-    process = lazystep.barrier.runtime.tiers.builder._process
+    process = lazystep.runtime.runtime.tiers.builder._process
     if process is not None:
         break
     time.sleep(0.05)

@@ -22,7 +22,8 @@ from lazystep.execute.compare import describe, differences
 from lazystep.execute.native import NativeExecutable
 from lazystep.program.serialize import from_json, to_json
 from lazystep.program.signature import NotCallableError, signature_of
-from lazystep.tiers import TieredExecutable, copy_written
+from lazystep.tiers.check import copy_written, results_of
+from lazystep.tiers.tiered import TieredExecutable
 
 from .conftest import Counts
 from .test_ops import OPS, UNINITIALIZED, call, pick_samples
@@ -78,13 +79,13 @@ class LoweredExecutable(TieredExecutable):
             self.refused.append(f"{type(error).__name__}: {error}")
             return super().run(inputs, scalars)
         num_threads = torch.get_num_threads()
-        native = NativeExecutable(program, signature, lambda flat: list(graph(*flat)), fixed, num_threads)
+        native = NativeExecutable(program, signature, lambda flat: list(graph(*flat)), num_threads)
         written = program.storage_writes()
         copies = copy_written(program, inputs, written)
         given = list(inputs)
-        actual = self._labelled(copies, native.run(list(copies), scalars), written)
+        actual = results_of(program, copies, native.run(list(copies), scalars), written)
         outputs = super().run(inputs, scalars)
-        expected = self._labelled(given, outputs, written)
+        expected = results_of(program, given, outputs, written)
         for (value, a), (_, b) in zip(expected, actual, strict=True):
             if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
                 self.wrong.append(f"%{value} is {b.dtype} {b.shape} {b.stride()}")

@@ -298,14 +298,14 @@ def test_steps_leave_nothing_for_the_garbage_collector() -> None:
 
 
 def test_barrier_does_no_work_per_instruction_in_the_steady_state(
-    monkeypatch: pytest.MonkeyPatch, runtime_module: Any, front_end: Any, extension: Any
+    monkeypatch: pytest.MonkeyPatch, runtime_module: Any, dispatch: Any, extension: Any
 ) -> None:
     model, optimizer = make_loop()
     for _ in range(3):
         train_step(model, optimizer)
     calls: list[str] = []
     monkeypatch.setattr(runtime_module, "assemble", lambda *a: calls.append("assemble"))
-    monkeypatch.setattr(front_end, "user_source", lambda *a: calls.append("source"))
+    monkeypatch.setattr(dispatch, "user_source", lambda *a: calls.append("source"))
     num_lookups = extension.num_lookups()
     for _ in range(3):
         train_step(model, optimizer)

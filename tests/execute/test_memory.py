@@ -7,7 +7,7 @@ from tests.helpers import run_python
 SCRIPT = """
 import resource, sys, threading
 import torch
-from lazystep.execute.memory import keep_freed_memory
+from lazystep.execute.malloc import keep_freed_memory
 
 def allocate():
     # Larger than what malloc may have learned to keep by itself.

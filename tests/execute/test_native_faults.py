@@ -17,7 +17,7 @@ from lazystep import config
 from lazystep.compile import builder as builder_module
 from lazystep.execute.compare import TOLERANCES, tolerances_by_storage
 from lazystep.execute.native import UnfitError
-from lazystep.tiers import State, TieredExecutable
+from lazystep.tiers.tiered import LoadedLibrary, Stage, TieredExecutable
 from tests.builds import X, cache, repeat, run_square_sum, square_sum, steps_until_native
 from tests.helpers import count
 
@@ -129,11 +129,17 @@ def test_float32_computed_in_bfloat16_is_held_to_bfloat16(runtime: Any) -> None:
     assert tolerances[written["aten.mul_.Tensor"]] == TOLERANCES[torch.float32]
 
 
+def library_of(executable: TieredExecutable) -> LoadedLibrary:
+    (specialization,) = executable.specializations.values()
+    assert specialization.library is not None
+    return specialization.library
+
+
 def test_inputs_that_do_not_fit_run_on_the_reference(runtime: Any) -> None:
     run_square_sum()
     executable = runtime.history._programs[-1]
-    assert executable.state is State.NATIVE
-    native = executable._loaded[0].native
+    assert executable.stage is Stage.NATIVE
+    native = library_of(executable).native
     transposed = X.t().contiguous().t()
     for unfit in (X.double(), X[:2], transposed):
         with pytest.raises(UnfitError):
@@ -142,8 +148,8 @@ def test_inputs_that_do_not_fit_run_on_the_reference(runtime: Any) -> None:
     scalars = [1] * len(executable.program.scalars)
     got = executable.run([transposed], scalars)
     assert torch.equal(got[0], square_sum(X))
-    assert executable.state is State.STAYS
-    assert "do not fit" in executable.reason
+    assert executable.stage is Stage.STAYS
+    assert "do not fit" in executable.standing
 
 
 def test_two_inputs_in_one_memory_are_refused(runtime: Any) -> None:
@@ -152,7 +158,7 @@ def test_two_inputs_in_one_memory_are_refused(runtime: Any) -> None:
     executable = runtime.history._programs[-1]
     shared = torch.ones(8)
     with pytest.raises(UnfitError, match="share their memory"):
-        executable._loaded[0].native.run([shared[:4], shared[:4]], [2] * len(executable.program.scalars))
+        library_of(executable).native.run([shared[:4], shared[:4]], [2] * len(executable.program.scalars))
 
 
 def test_out_of_memory_names_the_op_and_the_step() -> None:
