@@ -117,5 +117,6 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name in ("closure", "config", "metrics"):  # they know nothing of the lazy device either
             return importlib.import_module(f".{name}", __name__)
+        del globals()["__getattr__"]
         importlib.reload(sys.modules[__name__])  # this file again, and now all of it
         return globals()[name]

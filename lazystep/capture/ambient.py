@@ -6,6 +6,7 @@ torch's public API can add and remove hooks, but it can't list them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,12 @@ Hooks = dict[int, Any]
 
 # Attributes of a module or an optimizer that belong to torch, not to the author of the class.
 FIELDS_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
-FIELDS_OF_OPTIMIZERS = frozenset(torch.optim.Optimizer([torch.zeros(())], {}).__dict__)
+
+
+@functools.cache
+def fields_of_optimizers() -> frozenset[str]:
+    """The attributes of every optimizer. Not at import: the first optimizer patches `Optimizer.step`."""
+    return frozenset(torch.optim.Optimizer([torch.zeros(())], {}).__dict__)
 
 
 def hooks_of_module(module: nn.Module) -> list[Hooks]:

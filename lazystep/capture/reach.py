@@ -33,8 +33,8 @@ from torch import nn
 
 from .ambient import (
     FIELDS_OF_MODULES,
-    FIELDS_OF_OPTIMIZERS,
     Hooks,
+    fields_of_optimizers,
     hooks_of_all,
     hooks_of_module,
     hooks_of_optimizer,
@@ -353,7 +353,7 @@ class Reach:
             self._walk_all(hooks.values())
         self._walk_class(type(optimizer))
         if not self._is_foreign(type(optimizer).__module__):
-            self._walk_fields(optimizer, optimizer.__dict__, FIELDS_OF_OPTIMIZERS)
+            self._walk_fields(optimizer, optimizer.__dict__, fields_of_optimizers())
 
     def _give_up(self, reason: str) -> None:
         self.reason = self.reason or reason

@@ -1,0 +1,118 @@
+"""What the pages say of the code's structure is so: the walks, the list of patches, what an import does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
+WALKS = CONCEPTS.partition("## Two walks")[2].partition("\n## ")[0]
+STEPS = [line for line in WALKS.splitlines() if re.match(r"\d+\. ", line)]
+PLACES = [place for step in STEPS for place in re.findall(r"`([\w.:]+)` \(`([\w./]+)`\)", step)]
+
+
+def test_walks_are_short_and_name_a_function_and_a_file_in_each_step() -> None:
+    numbers = [int(step.partition(".")[0]) for step in STEPS]
+    assert numbers == [*range(1, 16), *range(1, 12)]
+    assert all("(`" in step for step in STEPS)
+
+
+@pytest.mark.parametrize(("name", "file"), dict.fromkeys(PLACES))
+def test_function_of_a_walk_exists(name: str, file: str) -> None:
+    path = ROOT / "lazystep" / file
+    if path.suffix == ".cpp":
+        assert re.search(rf"^[\w:<>&* ]*\b{re.escape(name)}\(", path.read_text(), re.MULTILINE)
+        return
+    found = importlib.import_module("lazystep." + file.removesuffix(".py").replace("/", "."))
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert callable(found)
+    assert found.__module__ == "lazystep." + file.removesuffix(".py").replace("/", ".")
+
+
+# Prints which attributes of torch's modules and classes an import replaces or adds. A name that a module has
+# imported from elsewhere counts once, where it belongs.
+CHANGES = """
+import json, sys, types, warnings
+warnings.simplefilter("ignore")
+import torch._subclasses.fake_tensor, torch.distributed, torch.nn.modules.linear_cross_entropy_options
+import torch.fx.experimental.proxy_tensor, torch._dynamo
+
+def attributes():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "torch" or not isinstance(module, types.ModuleType):
+            continue
+        for attribute, value in list(vars(module).items()):
+            found[f"{name}.{attribute}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{value.__qualname__}.{key}": one for key, one in vars(value).items()}
+    return found
+
+before, modules = attributes(), set(sys.modules)
+import IMPORTED
+after, new = attributes(), set(sys.modules) - modules
+changed = [
+    name for name, value in after.items()
+    if (name in before and before[name] is not value or name not in before and (callable(value) or isinstance(value, property)))
+    and name.rpartition(".")[0] not in new and name not in new
+]
+print(json.dumps({"changed": changed, "has_device": hasattr(torch, "lazy"), "modules": sorted(new)}))
+"""
+
+
+def changes_of(imported: str) -> dict[str, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGES.replace("IMPORTED", imported)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def changes_without_device() -> dict[str, list[str]]:
+    return changes_of("lazystep.overlap, lazystep.compile.worker")
+
+
+def test_page_lists_everything_that_the_import_replaces(changes_without_device: dict[str, list[str]]) -> None:
+    listed = set(re.findall(r"`(torch\.[\w.]+)`", CONCEPTS.partition("## What `import lazystep` changes")[2]))
+    # What torch changes by itself when more of it is imported is in both, and its counters are in capitals.
+    changed = set(changes_of("lazystep")["changed"]) - set(changes_without_device["changed"])
+    assert not {name for name in changed if not name.rpartition(".")[2].isupper()} - listed
+    assert listed - changed <= {
+        "torch.lazy",
+        "torch.serialization",
+        "torch.utils.checkpoint",
+        "torch.compile",
+        "torch.load",
+    }
+
+
+def test_overlap_and_the_builder_leave_torch_alone(changes_without_device: dict[str, list[str]]) -> None:
+    ours = re.findall(r"`(torch\.[\w.]+)`", CONCEPTS.partition("## What `import lazystep` changes")[2])
+    assert not set(ours) & set(changes_without_device["changed"])
+    assert not changes_without_device["has_device"]
+    rooms = {name.split(".")[1] for name in changes_without_device["modules"] if name.startswith("lazystep.")}
+    assert not rooms & {"record", "ops", "device", "runtime", "capture"}
+
+
+def test_first_use_of_another_name_brings_the_device() -> None:
+    script = (
+        "import lazystep.overlap, torch\n"
+        "assert lazystep.metrics.counter_names() == [] and not hasattr(torch, 'lazy')\n"
+        "lazystep.mark_step()\n"
+        "assert (torch.ones(2).to('lazy') + 1).tolist() == [2.0, 2.0]\n"
+        "from lazystep import overlap, to_cpu\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
