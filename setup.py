@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from typing import Any
+from typing import Any, NoReturn
 
 from setuptools import setup
 
@@ -48,12 +48,13 @@ def find_compiler() -> str:
     command = [*shlex.split(found[0]), f"-std={STANDARD}", "-fsyntax-only", "-x", "c++", "-"]
     done = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
+        lines = done.stderr.splitlines()
+        reason = next((line for line in lines if "error" in line), f"exit status {done.returncode}").strip()
         refuse(f"a {STANDARD.upper()} compiler, and {found[0]} is none ({reason})")
     return found[0]
 
 
-def refuse(need: str, remedy: str = "Install one (Debian: apt-get install g++)") -> None:
+def refuse(need: str, remedy: str = "Install one (Debian: apt-get install g++)") -> NoReturn:
     """End the build with one line: what it needs, and what to do."""
     # Without a traceback, which is what pip would show last.
     raise SystemExit(
