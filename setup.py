@@ -16,12 +16,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from glob import glob
-from typing import Any
+from typing import Any, NoReturn
 
 from setuptools import setup
 
-# The module of each extension, and its one source; the files beside the source are what it includes.
+# The module of each extension, and its one source, which includes the files beside it.
 EXTENSIONS = {
     "lazystep.record._recorder": "lazystep/record/src/unity.cpp",
     "lazystep.execute._library": "lazystep/execute/library.cpp",
@@ -49,12 +48,13 @@ def find_compiler() -> str:
     command = [*shlex.split(found[0]), f"-std={STANDARD}", "-fsyntax-only", "-x", "c++", "-"]
     done = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
+        lines = done.stderr.splitlines()
+        reason = next((line for line in lines if "error" in line), f"exit status {done.returncode}").strip()
         refuse(f"a {STANDARD.upper()} compiler, and {found[0]} is none ({reason})")
     return found[0]
 
 
-def refuse(need: str, remedy: str = "Install one (Debian: apt-get install g++)") -> None:
+def refuse(need: str, remedy: str = "Install one (Debian: apt-get install g++)") -> NoReturn:
     """End the build with one line: what it needs, and what to do."""
     # Without a traceback, which is what pip would show last.
     raise SystemExit(
@@ -70,7 +70,6 @@ def extensions() -> dict[str, Any]:
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         refuse("Python.h, and this Python has none", "Install it (Debian: apt-get install python3-dev)")
     try:
-        import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError as error:
         refuse(f"torch, and it can't be imported ({error})", "Install it, or leave --no-build-isolation out")
@@ -84,17 +83,15 @@ def extensions() -> dict[str, Any]:
         def finalize_options(self) -> None:
             super().finalize_options()
             self.parallel = self.parallel or True
+            self.force = True  # time stamps do not tell for which torch the files of an earlier build are
 
     flags = ["-O2", "-g0"]
     if os.environ.get("LAZYSTEP_SANITIZE"):  # `make sanitize`
         flags = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
-    # The release of torch is compiled in: with another torch an extension is out of date.
-    torch_version = os.path.join(os.path.dirname(torch.__file__), "include/torch/headeronly/version.h")
     modules = [
         CppExtension(
             name,
             [source],
-            depends=[*sorted(glob(f"{os.path.dirname(source)}/*.[ch]*")), torch_version],
             extra_compile_args=[
                 f"-std={STANDARD}",
                 "-Wall",

@@ -49,7 +49,7 @@ class Extension(NamedTuple):
         built = _release(extension.torch_version)
         if built != here:
             problem = f"was built for torch {built}, this is torch {here}"
-            remedy = f"Build it again: {_build_command()}, or go back: pip install torch=={built}"
+            remedy = f"Install torch=={built}, or build it again: {_build_command()}"
             raise ExtensionError(f"lazystep's {self.name} {problem}. {remedy}")
         return extension
 
@@ -62,7 +62,7 @@ def _release(version: str) -> str:
 def _build_command() -> str:
     """Builds the extensions for the torch that is here; an isolated build takes the newest of the range."""
     if (_ROOT / "setup.py").exists():
-        return f"cd {_ROOT} && python setup.py build_ext --inplace --force"
+        return f"cd {_ROOT} && python setup.py build_ext --inplace"
     options = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
     return f"pip install {options} {_source()}"
 

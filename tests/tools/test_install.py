@@ -120,14 +120,14 @@ def refused(module: str) -> str:
     return str(caught.value)
 
 
-IN_PLACE = f"cd {ROOT} && python setup.py build_ext --inplace --force"
+IN_PLACE = f"cd {ROOT} && python setup.py build_ext --inplace"
 
 
 def test_extension_of_another_torch_is_refused_with_the_command(modules: Path) -> None:
     (modules / "built_earlier.py").write_text("torch_version = '2.12.1'")
     assert refused("built_earlier") == (
         f"lazystep's recorder was built for torch 2.12.1, this is torch {HERE}. "
-        f"Build it again: {IN_PLACE}, or go back: pip install torch==2.12.1"
+        f"Install torch==2.12.1, or build it again: {IN_PLACE}"
     )
 
 
