@@ -37,14 +37,12 @@ replayed, `DeviceMismatchError`, `UnsupportedError`, `ForkError`, `ConfigError`,
 `WaitTimeoutError`, `OverlapError`. What is merely slow is a `LazyStepWarning`.
 """
 
-from __future__ import annotations
-
-import importlib
-import sys
-from typing import TYPE_CHECKING
+import importlib as _importlib
+import sys as _sys
+import typing as _typing
 
 from ._version import __version__
-from .importing import is_for_room_without_device
+from .importing import is_for_room_without_device as _is_for_room_without_device
 
 __all__ = [
     "CaptureError",
@@ -83,7 +81,7 @@ __all__ = [
     "wait_for_compile",
 ]
 
-if TYPE_CHECKING or not is_for_room_without_device():
+if _typing.TYPE_CHECKING or not _is_for_room_without_device():
     from . import closure, config, debug, metrics, report
     from . import runtime as _state
     from .barrier import mark_step, run_step_closures
@@ -116,7 +114,7 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name in ("closure", "config", "metrics"):  # they know nothing of the lazy device either
-            return importlib.import_module(f".{name}", __name__)
+            return _importlib.import_module(f".{name}", __name__)
         del globals()["__getattr__"]
-        importlib.reload(sys.modules[__name__])  # this file again, and now all of it
+        _importlib.reload(_sys.modules[__name__])  # this file again, and now all of it
         return globals()[name]

@@ -59,11 +59,13 @@ def attributes():
 before, modules = attributes(), set(sys.modules)
 import IMPORTED
 after, new = attributes(), set(sys.modules) - modules
-changed = [
-    name for name, value in after.items()
-    if (name in before and before[name] is not value or name not in before and (callable(value) or isinstance(value, property)))
-    and name.rpartition(".")[0] not in new and name not in new
-]
+
+def is_changed(name, value):
+    if name.rpartition(".")[0] in new or name in new:
+        return False
+    return before[name] is not value if name in before else callable(value) or isinstance(value, property)
+
+changed = [name for name, value in after.items() if is_changed(name, value)]
 print(json.dumps({"changed": changed, "has_device": hasattr(torch, "lazy"), "modules": sorted(new)}))
 """
 

@@ -180,7 +180,7 @@ def test_installed_package_is_built_from_where_it_came(
     assert refused("lazystep.record.never_built").endswith(f": {command} {target}")
 
 
-@pytest.mark.parametrize("extension", [RUNNER], ids=lambda extension: extension.module)
+@pytest.mark.parametrize("extension", [RECORDER, RUNNER], ids=lambda extension: extension.module)
 def test_import_fails_if_an_extension_does_not_fit(extension: Extension) -> None:
     code = (
         "import sys, types\n"
