@@ -294,7 +294,7 @@ class Reach:
         if tensor.is_leaf and tensor.requires_grad:
             self._leaves.append(place)
         if tensor.__dict__:
-            # Only the names that code uses: the Python front end keeps a tensor's handle in its `__dict__`.
+            # Only the names that code uses: a sparse lazy tensor has its handle in its `__dict__`.
             self._namespaces.append(_Namespace(tensor.__dict__, is_objects=False))
 
     def _walk_object(self, value: Any) -> None:

@@ -21,9 +21,10 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from .program import Program
-from .types import TensorType, contiguous_stride, tensor_type
+from .types import TensorType, tensor_type
 
 
 class NotCallableError(ValueError):
@@ -169,6 +170,5 @@ def _shared_storages(program: Program) -> set[int]:
 
 def _is_dense(type_: TensorType) -> bool:
     """Whether the elements fill memory without gaps or overlaps, in any order of dimensions."""
-    dims = sorted((s, n) for n, s in zip(type_.shape, type_.stride, strict=True) if n != 1)
-    expected = contiguous_stride(tuple(n for _, n in reversed(dims)))
-    return 0 in type_.shape or tuple(s for s, _ in reversed(dims)) == expected
+    stand_in = torch.empty_strided(type_.shape, type_.stride, device="meta")
+    return bool(is_non_overlapping_and_dense_or_false(stand_in))

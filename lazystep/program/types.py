@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch._prims_common import compute_required_storage_length, make_contiguous_strides_for
 
 _SHORT = {
     torch.float32: "f32",
@@ -54,7 +55,7 @@ class TensorType:
         text = f"{name}[{', '.join(map(str, self.shape))}]"
         if self.layout is not torch.strided:
             return f"{text} {str(self.layout).removeprefix('torch.')}"
-        if self.stride != contiguous_stride(self.shape):
+        if self.stride != make_contiguous_strides_for(self.shape):
             text += f" stride {list(self.stride)}"
         if self.offset:
             text += f" offset {self.offset}"
@@ -65,10 +66,8 @@ class TensorType:
     @property
     def extent(self) -> int:
         """The bytes from the start of the storage to the end of this tensor's last element."""
-        if 0 in self.shape:
-            return 0
-        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        return (self.offset + last + 1) * self.dtype.itemsize
+        length: int = compute_required_storage_length(self.shape, self.stride, self.offset)
+        return length * self.dtype.itemsize
 
 
 # Weak, so that a long run with many shapes keeps only the types that are still in use.
@@ -103,12 +102,3 @@ def type_of(tensor: torch.Tensor) -> TensorType:
         tensor.is_conj(),
         tensor.is_neg(),
     )
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides that torch gives to a contiguous tensor of this shape."""
-    stride, step = [], 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(stride))

@@ -417,7 +417,7 @@ def test_running_statistics_are_read_after_their_step_and_kept_without_a_use() -
         assert torch.equal(lazy.running_var.cpu(), eager.running_var)
 
 
-@pytest.mark.parametrize("width", [8, 96])  # of which the second is not tried out in passing: too large
+@pytest.mark.parametrize("width", [8, 96])  # the second is too large for a trial
 def test_lstm_layer_trains_whatever_its_size(width: int) -> None:
     def losses(device: str) -> list[float]:
         torch.manual_seed(0)

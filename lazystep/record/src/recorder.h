@@ -9,7 +9,7 @@
 // appended at all: a position in the guess is the whole key, and at the barrier it is known.
 //
 // [Note: locks] `mutex` is held for an entry or a cut. Under it nothing waits, no Python runs and no
-// reference is dropped, since dropping one may take the GIL. Whoever holds the GIL may take it.
+// reference is dropped, since dropping one may take the GIL. A thread that holds the GIL may take `mutex`.
 #pragma once
 
 #include <chrono>
