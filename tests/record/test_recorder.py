@@ -141,7 +141,8 @@ OPS = [*random_ops.UNARY, *random_ops.IN_PLACE, *random_ops.VIEWS, *random_ops.M
 def programs_of(choices: list[tuple[int, int, int]]) -> list[str]:
     """The programs and values of a sequence of ops. A number past the list ends a step."""
     torch.manual_seed(0)
-    tensors = [torch.arange(12.0).reshape(3, 4).to("lazy"), torch.ones(4).to("lazy")]
+    tensors = [torch.arange(12.0).reshape(3, 4).to("lazy") + 1, torch.ones(4).to("lazy")]
+    lazystep.mark_step()  # from here on the last program is one of these
     texts = []
     for number, first, second in choices:
         if number >= len(OPS):
