@@ -17,13 +17,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
+# One thread unless a test asks for two. Where two processes share two cores, threads mostly wait for each
+# other: 500 steps of a small model took a minute instead of a second. torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The reference executable unless a test asks for more: bit for bit eager, and nothing in the background.
 os.environ.setdefault("LAZYSTEP_TIER", "reference")
 # Never the user's own cache.
 _cache = tempfile.TemporaryDirectory(prefix="lazystep-tests-")
 os.environ["LAZYSTEP_CACHE_DIR"] = _cache.name
+
+import torch  # noqa: E402
 
 import lazystep  # noqa: E402
 from lazystep import barrier, config, notices, tiers  # noqa: E402
@@ -97,6 +101,14 @@ def clean_device(runtime: barrier.Runtime) -> Iterator[None]:
     # A test that expects a background failure has to take it: none may leak into the next one.
     lazystep.mark_step(wait=True)
     lazystep.wait_device_ops()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 # -- internals -------------------------------------------------------------------------------------
