@@ -14,7 +14,7 @@ demo: $(STAMP)
 
 # One minute, of every part something; the table is in tests/conftest.py.
 fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m fast
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m fast
 
 # Everything that must hold, but for the long runs.
 test: $(STAMP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,13 +17,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
+# One thread unless a test asks for two. Where two processes share two cores, threads mostly wait for each
+# other: 500 steps of a small model took a minute instead of a second. torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The reference executable unless a test asks for more: bit for bit eager, and nothing in the background.
 os.environ.setdefault("LAZYSTEP_TIER", "reference")
 # Never the user's own cache.
 _cache = tempfile.TemporaryDirectory(prefix="lazystep-tests-")
 os.environ["LAZYSTEP_CACHE_DIR"] = _cache.name
+
+import torch  # noqa: E402
 
 import lazystep  # noqa: E402
 from lazystep import config, notices  # noqa: E402
@@ -33,6 +38,48 @@ from lazystep.runtime import Runtime  # noqa: E402
 from lazystep.runtime import runtime as the_runtime  # noqa: E402
 from lazystep.tiers import tiered  # noqa: E402
 from lazystep.tiers.history import History  # noqa: E402
+
+# What `make fast` takes: some of every part, in a minute. A file, and which of its tests take too long:
+# they start a process, build a library or run a thousand steps.
+FAST = {
+    "test_tiny.py": "native_library",
+    "test_faults.py": "exit|interrupt_while_waiting|environment|nobody_looked|torchs_own",
+    "record/test_device.py": "without_lazystep|compile|data_loader",
+    "record/test_recorder.py": "steady_state|twenty_thousand",
+    "record/test_semantics.py": "lstm",
+    "program/test_program.py": "",
+    "compile/test_cache.py": "built_anew|must_not_be_used|mid_run|killed_process",
+    "execute/test_barrier.py": "thousand|garbage_collector",
+    "execute/test_thread_choice.py": "",
+    "closures/test_handlers.py": "stress|TestHandlers",
+    "closures/test_report.py": "example",
+    "closures/test_step_closures.py": "exit|interrupt|TestSteps",
+    "capture/test_footguns.py": "",
+    "capture/test_host_tensors.py": "",
+    "capture/test_names_around.py": "",
+    "capture/test_numbers.py": "",
+    "capture/test_state.py": "",
+    "capture/test_step.py": "five_hundred|benchmark_models|adafactor",
+    "capture/test_torch_around.py": "",
+    "capture/test_values_around.py": "",
+    "overlap/test_in_backward.py": "",
+    "overlap/test_parts.py": "",
+    "tools/test_benchmarks.py": "",
+    "tools/test_cli.py": "run_|doctor|bench",
+    "tools/test_config.py": "",
+    "tools/test_docs.py": "runs|readme|blocks|wrong",
+    "tools/test_public_names.py": "",
+    "tools/test_run_report.py": "",
+    "tools/test_timeline.py": "build",
+    # Those of conformance are in its own conftest.py.
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        too_long = FAST.get(item.path.relative_to(Path(__file__).parent).as_posix())
+        if too_long is not None and not (too_long and re.search(too_long, item.nodeid.partition("::")[2])):
+            item.add_marker(pytest.mark.fast)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,6 +104,14 @@ def clean_device(runtime: Runtime) -> Iterator[None]:
     # A test that expects a background failure has to take it: none may leak into the next one.
     lazystep.mark_step(wait=True)
     lazystep.wait_device_ops()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 # -- internals -------------------------------------------------------------------------------------

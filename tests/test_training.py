@@ -48,6 +48,12 @@ WORKLOADS = {
 }
 
 
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_on_two_threads(name: str) -> None:
+    test_hundred_steps_equal_eager_bitwise(name)
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_hundred_steps_equal_eager_bitwise(name: str) -> None:
     foreach = True if name == "lstm" else None

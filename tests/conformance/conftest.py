@@ -24,6 +24,13 @@ DEFAULT_SAMPLES = 4
 _WARNINGS = "ignore"
 
 
+# In `make fast`: a few of each database.
+FAST = {
+    *("add", "matmul", "sort", "nonzero", "nn.functional.dropout", "nn.functional.conv2d", "linalg.solve"),
+    *("nn.Linear", "nn.LSTM", "nn.BatchNorm1d", "nn.Dropout", "SGD", "AdamW"),
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--samples",
@@ -33,11 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings(_WARNINGS))
+            if item.path.name != "test_native.py" and item.callspec.params.get("name") in FAST:
+                item.add_marker(pytest.mark.fast)
 
 
 @pytest.fixture(scope="session")

@@ -97,13 +97,14 @@ class LoweredExecutable(TieredExecutable):
 
 
 @pytest.fixture(autouse=True)
-def lowered(monkeypatch: pytest.MonkeyPatch, runtime: Any, runtime_module: Any) -> type[LoweredExecutable]:
+def lowered(monkeypatch: pytest.MonkeyPatch, runtime: Any, runtime_module: Any) -> Any:
     monkeypatch.setattr(torch, "_lazy", types.SimpleNamespace(mark_step=lazystep.mark_step), raising=False)
     monkeypatch.setattr(runtime_module, "TieredExecutable", LoweredExecutable)
     for name in ("compared", "refused", "wrong"):
         monkeypatch.setattr(LoweredExecutable, name, [], raising=False)
     runtime.programs.clear()
-    return LoweredExecutable
+    yield LoweredExecutable
+    runtime.programs.clear()
 
 
 @pytest.mark.parametrize("name", WITH_A_SAMPLE)

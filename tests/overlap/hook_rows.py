@@ -31,34 +31,16 @@ def hooked(run: Run, hook: Any, state: Any, model: nn.Module | None = None, **dd
     run.train(ddp, optimizer)
 
 
-@row("no hook", HOOKS)
-def no_hook(run: Run) -> None:
-    simple(run)
-
-
-@row("allreduce_hook", HOOKS)
-def allreduce(run: Run) -> None:
-    hooked(run, default_hooks.allreduce_hook, run.world.group)
-
-
-@row("allreduce_hook, 3 ranks", HOOKS, num_ranks=3)
-def allreduce_3(run: Run) -> None:
-    hooked(run, default_hooks.allreduce_hook, run.world.group)
-
-
-@row("fp16_compress_hook", HOOKS)
-def fp16(run: Run) -> None:
-    hooked(run, default_hooks.fp16_compress_hook, run.world.group)
-
-
-@row("lazystep.overlap.bf16_hook", HOOKS)
-def bf16(run: Run) -> None:
-    hooked(run, overlap.bf16_hook, run.world.group)
-
-
-@row("bf16_compress_hook of torch", HOOKS, refused_at="set-up", words="lazystep.overlap.bf16_hook")
-def torchs_bf16(run: Run) -> None:
-    hooked(run, default_hooks.bf16_compress_hook, run.world.group)
+row("no hook", HOOKS)(simple)
+row("allreduce_hook", HOOKS)(lambda run: hooked(run, default_hooks.allreduce_hook, run.world.group))
+row("allreduce_hook, 3 ranks", HOOKS, num_ranks=3)(
+    lambda run: hooked(run, default_hooks.allreduce_hook, run.world.group)
+)
+row("fp16_compress_hook", HOOKS)(lambda run: hooked(run, default_hooks.fp16_compress_hook, run.world.group))
+row("lazystep.overlap.bf16_hook", HOOKS)(lambda run: hooked(run, overlap.bf16_hook, run.world.group))
+row("bf16_compress_hook of torch", HOOKS, refused_at="set-up", words="lazystep.overlap.bf16_hook")(
+    lambda run: hooked(run, default_hooks.bf16_compress_hook, run.world.group)
+)
 
 
 def power_state(run: Run) -> Any:
@@ -67,14 +49,12 @@ def power_state(run: Run) -> Any:
     )
 
 
-@row("powerSGD_hook, one bucket", HOOKS)
-def power_sgd(run: Run) -> None:
-    hooked(run, powerSGD_hook.powerSGD_hook, power_state(run), bucket_cap_mb=None)
-
-
-@row("batched_powerSGD_hook", HOOKS, refused_at="set-up", words="fails in torch 2.13")
-def batched_power_sgd(run: Run) -> None:
-    hooked(run, powerSGD_hook.batched_powerSGD_hook, power_state(run), bucket_cap_mb=None)
+row("powerSGD_hook, one bucket", HOOKS)(
+    lambda run: hooked(run, powerSGD_hook.powerSGD_hook, power_state(run), bucket_cap_mb=None)
+)
+row("batched_powerSGD_hook", HOOKS, refused_at="set-up", words="fails in torch 2.13")(
+    lambda run: hooked(run, powerSGD_hook.batched_powerSGD_hook, power_state(run), bucket_cap_mb=None)
+)
 
 
 @row("powerSGD_hook, several buckets", HOOKS, refused_at="set-up", words="deadlocks on gloo")
@@ -83,14 +63,12 @@ def power_sgd_buckets(run: Run) -> None:
         hooked(run, powerSGD_hook.powerSGD_hook, power_state(run))
 
 
-@row("quantization_pertensor_hook", HOOKS, refused_at="set-up", words="on gloo it raises IndexError")
-def quantized(run: Run) -> None:
-    hooked(run, quantization_hooks.quantization_pertensor_hook, run.world.group)
-
-
-@row("quantization_perchannel_hook", HOOKS, refused_at="set-up", words="on gloo it raises IndexError")
-def quantized_per_channel(run: Run) -> None:
-    hooked(run, quantization_hooks.quantization_perchannel_hook, run.world.group)
+row("quantization_pertensor_hook", HOOKS, refused_at="set-up", words="on gloo it raises IndexError")(
+    lambda run: hooked(run, quantization_hooks.quantization_pertensor_hook, run.world.group)
+)
+row("quantization_perchannel_hook", HOOKS, refused_at="set-up", words="on gloo it raises IndexError")(
+    lambda run: hooked(run, quantization_hooks.quantization_perchannel_hook, run.world.group)
+)
 
 
 def local_state(run: Run, subgroup: Any) -> Any:
@@ -104,14 +82,10 @@ def local_sgd(run: Run) -> None:
     dist.destroy_process_group(alone)
 
 
-@row("post_localSGD_hook, without a subgroup", HOOKS, refused_at="set-up", words="subgroup")
-def local_sgd_alone(run: Run) -> None:
-    hooked(run, post_localSGD_hook.post_localSGD_hook, local_state(run, None))
-
-
-@row("noop_hook", HOOKS)
-def noop(run: Run) -> None:
-    hooked(run, debugging_hooks.noop_hook, None)
+row("post_localSGD_hook, without a subgroup", HOOKS, refused_at="set-up", words="subgroup")(
+    lambda run: hooked(run, post_localSGD_hook.post_localSGD_hook, local_state(run, None))
+)
+row("noop_hook", HOOKS)(lambda run: hooked(run, debugging_hooks.noop_hook, None))
 
 
 def half_of_the_sum(group, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
@@ -121,16 +95,12 @@ def half_of_the_sum(group, bucket):  # type: ignore[no-untyped-def]  # DDP looks
     return work.get_future().then(lambda future: future.value()[0] * 1.5)
 
 
-@row("a user's own hook", HOOKS)
-def users_own(run: Run) -> None:
-    hooked(run, half_of_the_sum, run.world.group)
-
-
-@row("a user's own hook, bucket views", HOOKS)
-def users_own_views(run: Run) -> None:
-    hooked(run, half_of_the_sum, run.world.group, gradient_as_bucket_view=True)
-
-
-@row("fp16_compress_wrapper", HOOKS, overlaps=False)
-def fp16_wrapper(run: Run) -> None:
-    hooked(run, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), run.world.group)
+row("a user's own hook", HOOKS)(lambda run: hooked(run, half_of_the_sum, run.world.group))
+row("a user's own hook, bucket views", HOOKS)(
+    lambda run: hooked(run, half_of_the_sum, run.world.group, gradient_as_bucket_view=True)
+)
+row("fp16_compress_wrapper", HOOKS, overlaps=False)(
+    lambda run: hooked(
+        run, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), run.world.group
+    )
+)

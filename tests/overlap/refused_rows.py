@@ -56,14 +56,12 @@ def lbfgs(run: Run) -> None:
     run.overlap(ddp, torch.optim.LBFGS(ddp.parameters()))
 
 
-@row("a third-party optimizer, undeclared", refused_at="set-up", words="per_parameter=True")
-def undeclared(run: Run) -> None:
-    third_party(run, SignDescent, False)
-
-
-@row("a group-level counter, wrongly declared per parameter", refused_at="backward", words="num_steps")
-def wrongly_declared(run: Run) -> None:
-    third_party(run, GroupCounter, True)
+row("a third-party optimizer, undeclared", refused_at="set-up", words="per_parameter=True")(
+    lambda run: third_party(run, SignDescent, False)
+)
+row("a group-level counter, wrongly declared per parameter", refused_at="backward", words="num_steps")(
+    lambda run: third_party(run, GroupCounter, True)
+)
 
 
 @row("SyncBatchNorm on the CPU", refused_at="set-up", words="SyncBatchNorm")

@@ -27,25 +27,10 @@ from .models import (
 from .row import row, simple, start
 from .training import NUM_STEPS, Run, mlp
 
-
-@row("plain")
-def plain(run: Run) -> None:
-    simple(run)
-
-
-@row("plain, 3 ranks", num_ranks=3)
-def plain_3(run: Run) -> None:
-    simple(run)
-
-
-@row("gradient_as_bucket_view")
-def bucket_view(run: Run) -> None:
-    simple(run, gradient_as_bucket_view=True)
-
-
-@row("gradient_as_bucket_view, 3 ranks", num_ranks=3)
-def bucket_view_3(run: Run) -> None:
-    simple(run, gradient_as_bucket_view=True)
+row("plain")(simple)
+row("plain, 3 ranks", num_ranks=3)(simple)
+row("gradient_as_bucket_view")(lambda run: simple(run, gradient_as_bucket_view=True))
+row("gradient_as_bucket_view, 3 ranks", num_ranks=3)(lambda run: simple(run, gradient_as_bucket_view=True))
 
 
 @row("gradient_as_bucket_view, zero_grad(set_to_none=False), 3 ranks", num_ranks=3)
@@ -57,19 +42,11 @@ def bucket_view_kept_3(run: Run) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-@row("batched_grad_copy, 3 ranks", num_ranks=3)
-def batched_copy(run: Run) -> None:
-    simple(run, batched_grad_copy=True)
-
-
-@row("static graph")
-def static_graph(run: Run) -> None:
-    simple(run, static_graph=True)
-
-
-@row("static graph, bucket views, 3 ranks", num_ranks=3)
-def static_graph_views(run: Run) -> None:
-    simple(run, static_graph=True, gradient_as_bucket_view=True)
+row("batched_grad_copy, 3 ranks", num_ranks=3)(lambda run: simple(run, batched_grad_copy=True))
+row("static graph")(lambda run: simple(run, static_graph=True))
+row("static graph, bucket views, 3 ranks", num_ranks=3)(
+    lambda run: simple(run, static_graph=True, gradient_as_bucket_view=True)
+)
 
 
 def branches(run: Run, use_b: Callable[[int, int], bool], set_to_none: bool = True, **options: Any) -> None:
@@ -80,29 +57,19 @@ def branches(run: Run, use_b: Callable[[int, int], bool], set_to_none: bool = Tr
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
-@row("find_unused_parameters, unused on all ranks in some steps")
-def unused_everywhere(run: Run) -> None:
-    branches(run, lambda step, rank: step % 3 != 1)
-
-
-@row("find_unused_parameters, unused on one rank")
-def unused_on_one(run: Run) -> None:
-    branches(run, lambda step, rank: rank == step % 2)
-
-
-@row("find_unused_parameters, never used")
-def never_used(run: Run) -> None:
-    branches(run, lambda step, rank: False)
-
-
-@row("find_unused_parameters, zero_grad(set_to_none=False)")
-def unused_kept(run: Run) -> None:
-    branches(run, lambda step, rank: step % 3 != 1, set_to_none=False)
-
-
-@row("find_unused_parameters, bucket views, 3 ranks", num_ranks=3)
-def unused_views(run: Run) -> None:
-    branches(run, lambda step, rank: (step + rank) % 3 != 1, gradient_as_bucket_view=True)
+row("find_unused_parameters, unused on all ranks in some steps")(
+    lambda run: branches(run, lambda step, rank: step % 3 != 1)
+)
+row("find_unused_parameters, unused on one rank")(
+    lambda run: branches(run, lambda step, rank: rank == step % 2)
+)
+row("find_unused_parameters, never used")(lambda run: branches(run, lambda step, rank: False))
+row("find_unused_parameters, zero_grad(set_to_none=False)")(
+    lambda run: branches(run, lambda step, rank: step % 3 != 1, set_to_none=False)
+)
+row("find_unused_parameters, bucket views, 3 ranks", num_ranks=3)(
+    lambda run: branches(run, lambda step, rank: (step + rank) % 3 != 1, gradient_as_bucket_view=True)
+)
 
 
 @row("unused parameters of a static graph")
@@ -133,14 +100,10 @@ def sparse_sgd(run: Run) -> None:
     run.train(ddp, optimizer)
 
 
-@row("no_sync accumulation")
-def no_sync(run: Run) -> None:
-    accumulate(run)
-
-
-@row("no_sync accumulation, bucket views, 3 ranks", num_ranks=3)
-def no_sync_views(run: Run) -> None:
-    accumulate(run, gradient_as_bucket_view=True)
+row("no_sync accumulation")(lambda run: accumulate(run))
+row("no_sync accumulation, bucket views, 3 ranks", num_ranks=3)(
+    lambda run: accumulate(run, gradient_as_bucket_view=True)
+)
 
 
 def accumulate(run: Run, **options: Any) -> None:
@@ -198,29 +161,19 @@ def join(run: Run, model: nn.Module | None = None, **options: Any) -> None:
     run.train(ddp, optimizer, steps=range(20, 22))
 
 
-@row("join, divided by the initial number of ranks")
-def join_initial(run: Run) -> None:
-    join(run, divide_by_initial_world_size=True)
-
-
-@row("join, divided by the remaining number of ranks")
-def join_remaining(run: Run) -> None:
-    join(run, divide_by_initial_world_size=False)
-
-
-@row("join, divided by the initial number of ranks, 3 ranks", num_ranks=3)
-def join_initial_3(run: Run) -> None:
-    join(run, divide_by_initial_world_size=True)
-
-
-@row("join, divided by the remaining number of ranks, 3 ranks", num_ranks=3)
-def join_remaining_3(run: Run) -> None:
-    join(run, divide_by_initial_world_size=False)
-
-
-@row("join, find_unused_parameters, 3 ranks", num_ranks=3)
-def join_unused(run: Run) -> None:
-    join(run, find_unused_parameters=True, divide_by_initial_world_size=False)
+row("join, divided by the initial number of ranks")(lambda run: join(run, divide_by_initial_world_size=True))
+row("join, divided by the remaining number of ranks")(
+    lambda run: join(run, divide_by_initial_world_size=False)
+)
+row("join, divided by the initial number of ranks, 3 ranks", num_ranks=3)(
+    lambda run: join(run, divide_by_initial_world_size=True)
+)
+row("join, divided by the remaining number of ranks, 3 ranks", num_ranks=3)(
+    lambda run: join(run, divide_by_initial_world_size=False)
+)
+row("join, find_unused_parameters, 3 ranks", num_ranks=3)(
+    lambda run: join(run, find_unused_parameters=True, divide_by_initial_world_size=False)
+)
 
 
 @row("a subset of the parameters overlaps")
@@ -266,9 +219,7 @@ def unfrozen(run: Run) -> None:
     run.train(ddp, optimizer, steps=range(3, NUM_STEPS))
 
 
-@row("shared parameters")
-def shared(run: Run) -> None:
-    simple(run, Tied())
+row("shared parameters")(lambda run: simple(run, Tied()))
 
 
 @row("reentrant checkpointing")
@@ -279,9 +230,7 @@ def reentrant(run: Run) -> None:
         run.step(optimizer)
 
 
-@row("non-reentrant checkpointing")
-def non_reentrant(run: Run) -> None:
-    simple(run, Checkpointed(reentrant=False))
+row("non-reentrant checkpointing")(lambda run: simple(run, Checkpointed(reentrant=False)))
 
 
 @row("reentrant checkpointing of a layer used twice, static graph")
@@ -292,24 +241,14 @@ def reentrant_twice(run: Run) -> None:
         run.step(optimizer)
 
 
-@row("channels_last parameters")
-def channels_last(run: Run) -> None:
-    simple(run, Convolutions().to(memory_format=torch.channels_last))
-
-
-@row("channels_last parameters, bucket views")
-def channels_last_views(run: Run) -> None:
-    simple(run, Convolutions().to(memory_format=torch.channels_last), gradient_as_bucket_view=True)
-
-
-@row("transposed parameters, and one with gaps")
-def transposed(run: Run) -> None:
-    simple(run, Transposed())
-
-
-@row("complex parameters")
-def complex_parameters(run: Run) -> None:
-    simple(run, Complex())
+row("channels_last parameters")(lambda run: simple(run, Convolutions().to(memory_format=torch.channels_last)))
+row("channels_last parameters, bucket views")(
+    lambda run: simple(
+        run, Convolutions().to(memory_format=torch.channels_last), gradient_as_bucket_view=True
+    )
+)
+row("transposed parameters, and one with gaps")(lambda run: simple(run, Transposed()))
+row("complex parameters")(lambda run: simple(run, Complex()))
 
 
 @row("float64 and float32 parameters in one model")
@@ -362,19 +301,17 @@ def clipped(run: Run, after_backward: Callable[[Any], Any], **options: Any) -> N
         run.step(optimizer)
 
 
-@row("clipping by the global norm", overlaps=False)
-def clip_norm(run: Run) -> None:
-    clipped(run, lambda p: nn.utils.clip_grad_norm_(p, 0.3), max_norm=0.3)
-
-
-@row("clipping by the global infinity norm", overlaps=False)
-def clip_norm_inf(run: Run) -> None:
-    clipped(run, lambda p: nn.utils.clip_grad_norm_(p, 0.05, "inf"), max_norm=0.05, norm_type=float("inf"))
-
-
-@row("clipping by value")
-def clip_value(run: Run) -> None:
-    clipped(run, lambda p: nn.utils.clip_grad_value_(p, 0.01), clip_value=0.01)
+row("clipping by the global norm", overlaps=False)(
+    lambda run: clipped(run, lambda p: nn.utils.clip_grad_norm_(p, 0.3), max_norm=0.3)
+)
+row("clipping by the global infinity norm", overlaps=False)(
+    lambda run: clipped(
+        run, lambda p: nn.utils.clip_grad_norm_(p, 0.05, "inf"), max_norm=0.05, norm_type=float("inf")
+    )
+)
+row("clipping by value")(
+    lambda run: clipped(run, lambda p: nn.utils.clip_grad_value_(p, 0.01), clip_value=0.01)
+)
 
 
 @row("clipping by hand between backward and step()", refused_at="step", words="was changed or cleared")
@@ -435,19 +372,11 @@ def scaled(run: Run, clip: bool, given: bool = True) -> None:
     run.watched.append(scaler)
 
 
-@row("GradScaler, with an inf step", overlaps=False)
-def scaler(run: Run) -> None:
-    scaled(run, clip=False)
-
-
-@row("GradScaler and clipping, with an inf step", overlaps=False)
-def scaler_clip(run: Run) -> None:
-    scaled(run, clip=True)
-
-
-@row("GradScaler that was not passed", refused_at="step", words="GradScaler")
-def scaler_unknown(run: Run) -> None:
-    scaled(run, clip=False, given=False)
+row("GradScaler, with an inf step", overlaps=False)(lambda run: scaled(run, clip=False))
+row("GradScaler and clipping, with an inf step", overlaps=False)(lambda run: scaled(run, clip=True))
+row("GradScaler that was not passed", refused_at="step", words="GradScaler")(
+    lambda run: scaled(run, clip=False, given=False)
+)
 
 
 @row("torch.compile of the DDP model")
@@ -515,14 +444,8 @@ def scheduled(run: Run, before: bool) -> None:
     run.seen += [torch.tensor(group["lr"]) for group in optimizer.param_groups]
 
 
-@row("parameter groups, a scheduler made before")
-def scheduler_before(run: Run) -> None:
-    scheduled(run, before=True)
-
-
-@row("parameter groups, a scheduler made after")
-def scheduler_after(run: Run) -> None:
-    scheduled(run, before=False)
+row("parameter groups, a scheduler made before")(lambda run: scheduled(run, before=True))
+row("parameter groups, a scheduler made after")(lambda run: scheduled(run, before=False))
 
 
 @row("add_param_group and load_state_dict in mid-training")
@@ -644,11 +567,7 @@ def third_party(run: Run, kind: Any, per_parameter: bool) -> None:
     run.train(ddp, optimizer)
 
 
-@row("a third-party optimizer, declared per parameter")
-def declared(run: Run) -> None:
-    third_party(run, SignDescent, True)
-
-
-@row("a subclass whose step() calls its base's")
-def subclassed(run: Run) -> None:
-    third_party(run, lambda p: DecayAfterwards(p, 0.1, 0.9), True)
+row("a third-party optimizer, declared per parameter")(lambda run: third_party(run, SignDescent, True))
+row("a subclass whose step() calls its base's")(
+    lambda run: third_party(run, lambda p: DecayAfterwards(p, 0.1, 0.9), True)
+)

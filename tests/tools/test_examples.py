@@ -10,9 +10,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name: str, *arguments: str) -> str:
-    """What an example prints. On one thread: two that share a core wait for each other most of the time."""
-    script = EXAMPLES / f"{name}.py"
-    done = run_python("-W", "error", script, "--quick", *arguments, OMP_NUM_THREADS="1")
+    """What an example prints."""
+    done = run_python("-W", "error", EXAMPLES / f"{name}.py", "--quick", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
