@@ -18,6 +18,7 @@ from .config import settings
 from .errors import LazyStepError
 from .execute.executor import Executor, report_dropped
 from .execute.run import Run
+from .interrupts import uninterrupted
 from .notices import print_notices
 from .openmp import release_pool
 from .program.program import Number, Program
@@ -58,7 +59,7 @@ class Runtime:
         """
         self.recorder.check_fork()
         while True:
-            with self.recorder.lock:
+            with uninterrupted(), self.recorder.lock:
                 if self.executor.has_room() or not self.recorder.num_entries:
                     run = self._cut_and_submit()
                     if context is not None:
@@ -83,9 +84,7 @@ class Runtime:
         metrics.count("programs_recorded")
         metrics.count("instructions_recorded", cut.num_instructions)
         metrics.add_seconds("recording", time.perf_counter() - cut.started)
-        cut.commit(run)
-        release_pool()
-        self.executor.submit(run)
+        self._submit(run, cut)
         if profile is not None:
             args = {"step": run.step, "program": variant.executable.number}
             profile.add("record", "recording", cut.started, start, instructions=cut.num_instructions, **args)
@@ -118,6 +117,16 @@ class Runtime:
         memory = WrittenMemory(source.inputs, source.written, program)
         return Run(variant.executable, source.inputs, scalars, outputs, self.num_steps, memory)
 
+    def _submit(self, run: Run, source: Cut | Binding) -> None:
+        """Tell handles which run computes them, and queue the run: both or neither."""
+        source.commit(run)
+        release_pool()
+        try:
+            self.executor.submit(run)
+        except BaseException as error:  # no memory for a thread, say: nothing may wait for this run
+            run.abandon(f"it could not be queued: {error!r}")
+            raise
+
     def remembered_programs(self) -> list[TieredExecutable]:
         """The programs of the process in order of appearance; the last ones if there are many."""
         with self.recorder.lock:
@@ -142,43 +151,28 @@ class Runtime:
         inputs: list[Handle],
         scalars: list[Number],
         context: DeviceContext,
-        prepare: Callable[[Handles[Handle]], None],
-    ) -> None:
+        add_closures: Callable[[Handles[Handle]], None],
+    ) -> Handles[Handle]:
         """Queue a known program on these inputs, as the whole of a step, without a recording.
 
-        `prepare` gets the handles of the outputs before the step ends, to hand them to closures.
-        Waits only for a place among the steps in flight.
+        Returns the handles of its outputs. `add_closures` gets them, too, when the program is queued. Needs
+        the recorder's lock, room among the steps in flight, and `uninterrupted`: nothing of the user's runs
+        before the program is queued.
         """
-        self.recorder.check_fork()
-        while True:
-            with self.recorder.lock:
-                if self.executor.has_room():
-                    self._submit_replay(variant, layout, inputs, scalars, context, prepare)
-                    return
-            self.executor.wait_for_room()
-
-    def _submit_replay(
-        self,
-        variant: Variant,
-        layout: Layout,
-        inputs: list[Handle],
-        scalars: list[Number],
-        context: DeviceContext,
-        prepare: Callable[[Handles[Handle]], None],
-    ) -> None:
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
         binding = Binding(layout, inputs)
         run = self._make_run(variant, binding, binding.outputs, scalars.copy)
-        binding.commit(run)
-        prepare(binding.outputs)
-        context.end_step()
+        self._submit(run, binding)
         metrics.count("programs_replayed")
-        release_pool()
-        self.executor.submit(run)
+        try:
+            add_closures(binding.outputs)
+        finally:
+            context.end_step()
         if profile is not None:
             args = {"step": run.step, "program": variant.executable.number}
             profile.add("barrier", "barrier", start, time.perf_counter(), **args)
+        return binding.outputs
 
     # -- reads, and the recorder's questions: see `Barrier` --------------------------------------
 

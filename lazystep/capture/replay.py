@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import timeline
+from ..interrupts import uninterrupted
 from ..record.handle import Handle, Handles, Memory, handle_of_host_tensor
 from ..record.tensor import find_handle, find_handles, have_handles, wrap
 from ..runtime import runtime
@@ -369,37 +370,69 @@ class Replay:
         handles = self._inputs(leaves)
         if handles is None:
             return False, None
-        # Before any count or generator advances: if the wait raises, no half step is left.
-        runtime.executor.wait_for_room()
-        try:
-            numbers = self._evaluate(leaves)
-        except (ArithmeticError, ValueError):
-            return False, None  # recorded instead: the function may handle the error
-        if numbers is None:
-            return False, None
-        for position, make in self._fresh:
-            tensor = make()
-            if position >= 0:
-                handles[position] = handle_of_host_tensor(tensor)
-        self.num_runs += 1
-        made = _Context(leaves, numbers, [place.get() for place in self._read_before])
-
-        def prepare(outputs: Handles[Handle]) -> None:
-            made.outputs = outputs
-            for place, recipe in self._rebinds:
-                place.set(recipe(made))
-            for added, recipes, spec in self._closures:
-                args, kwargs = pytree.tree_unflatten([recipe(made) for recipe in recipes], spec)
-                context.add_now(added._replace(args=args, kwargs=kwargs))
-
-        scalars = numbers[: len(self._program.scalars)]
+        made: _Context | None = None
+        while made is None:
+            # From the first count that advances to the last place that is rebound: no half step is left.
+            with uninterrupted():
+                with runtime.recorder.lock:
+                    if runtime.executor.has_room():
+                        made = self._queue(leaves, handles, context)
+                        if made is None:
+                            return False, None
+                if made is not None:
+                    self._rebind(made)
+            if made is None:
+                runtime.executor.wait_for_room()
         if profile is not None:
             profile.add("replay", "recording", start, time.perf_counter())
-        runtime.replay(self.variant, self._layout, handles, scalars, context, prepare)
         results = [recipe(made) for recipe in self._results]
         if self._result_spec.is_leaf():  # fast path: most steps return one tensor
             return True, results[0]
         return True, pytree.tree_unflatten(results, self._result_spec)
+
+    def _queue(self, leaves: Sequence[Any], handles: list[Any], context: DeviceContext) -> _Context | None:
+        """Compute the numbers, draw, queue the program. None, with nothing changed, if numbers don't fit."""
+        # A draw may run out of memory. Nothing else here fails.
+        before = [number[0] for number in self._host_state] if self._fresh else ()
+        try:
+            numbers = self._evaluate(leaves)
+        except (ArithmeticError, ValueError):
+            return None  # recorded instead: the function may handle the error
+        if numbers is None:
+            return None
+        made = _Context(leaves, numbers, [place.get() for place in self._read_before])
+
+        def add_closures(outputs: Handles[Handle]) -> None:
+            made.outputs = outputs
+            for added, recipes, spec in self._closures:
+                args, kwargs = pytree.tree_unflatten([recipe(made) for recipe in recipes], spec)
+                context.add_now(added._replace(args=args, kwargs=kwargs))
+
+        try:
+            for position, make in self._fresh:
+                tensor = make()
+                if position >= 0:
+                    handles[position] = handle_of_host_tensor(tensor)
+            scalars = numbers[: len(self._program.scalars)]
+            runtime.replay(self.variant, self._layout, handles, scalars, context, add_closures)
+        except BaseException:
+            if not hasattr(made, "outputs"):  # not queued: the counts are those of the step before
+                for number, value in zip(self._host_state, before, strict=False):
+                    number[0] = value
+            raise
+        self.num_runs += 1
+        return made
+
+    def _rebind(self, made: _Context) -> None:
+        """Put new tensors into their places. One that refuses does not keep the others from theirs."""
+        first: BaseException | None = None
+        for place, recipe in self._rebinds:
+            try:
+                place.set(recipe(made))
+            except BaseException as error:  # of the user's `__setattr__`
+                first = first or error
+        if first is not None:
+            raise first
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The handles of all inputs except fresh ones; None if types or memory sharing have changed."""

@@ -1,0 +1,130 @@
+"""An interrupt or an exception of the user's during a replay leaves either no step or a whole one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import lazystep
+from lazystep.interrupts import uninterrupted
+
+pytestmark = pytest.mark.filterwarnings("ignore::lazystep.LazyStepWarning")
+
+
+class Model:
+    """A step that carries a count, a tensor that is replaced, an optimizer's state and random numbers."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 4).to(device)
+        self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=0.01)
+        self.average = torch.zeros(4, device=device)
+        self.x = torch.arange(8.0).reshape(2, 4).to(device)
+
+    def step(self) -> torch.Tensor:
+        loss = torch.nn.functional.dropout(self.layer(self.x), 0.5).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average = 0.9 * self.average + 0.1 * self.layer.bias.detach()
+        return loss.detach()
+
+    def state(self) -> list[torch.Tensor]:
+        state = self.optimizer.state[self.layer.weight]
+        return [t.detach().cpu().clone() for t in (*self.layer.parameters(), self.average, state["step"])]
+
+
+def test_interrupts_at_random_moments_leave_no_half_step() -> None:
+    """After each interrupt the state is that of some number of whole eager steps."""
+    model, eager = Model("lazy"), Model("cpu")
+    step = lazystep.step(model.step, audit_every=0)
+    torch.manual_seed(1)
+    for _ in range(6):
+        step()
+    assert step.num_replayed >= 2
+    generator = random.Random(0)
+    num_interrupts = 0
+    for _ in range(60):
+        timer = threading.Timer(generator.uniform(0.0, 0.01), signal.raise_signal, (signal.SIGINT,))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                step()
+        num_interrupts += 1
+        timer.join()
+    assert num_interrupts == 60
+    lazystep.mark_step(wait=True)
+    got = model.state()
+    torch.manual_seed(1)
+    for _ in range(int(got[-1])):
+        eager.step()
+    for a, b in zip(got, eager.state(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Picky:
+    """An object whose attribute can refuse to be set. A replay does not see environment variables."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(2, device="lazy")
+        self.other = torch.zeros(2, device="lazy")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "value" and "LAZYSTEP_TEST_REFUSES" in os.environ:
+            raise RuntimeError("not now")
+        super().__setattr__(name, value)
+
+
+def test_attribute_that_refuses_leaves_a_whole_step_and_nothing_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holder = Picky()
+
+    @lazystep.step(audit_every=0)
+    def step() -> None:
+        holder.value = holder.value + 1
+        holder.other = holder.other + 1
+
+    for _ in range(5):
+        step()
+    assert step.num_replayed >= 2
+    before = holder.other.tolist()[0]
+    refused = holder.value.tolist()
+    monkeypatch.setenv("LAZYSTEP_TEST_REFUSES", "1")
+    with pytest.raises(RuntimeError, match="not now"):
+        step()
+    monkeypatch.delenv("LAZYSTEP_TEST_REFUSES")
+    assert holder.value.tolist() == refused
+    assert holder.other.tolist() == [before + 1] * 2
+    step()
+    assert holder.other.tolist() == [before + 2] * 2
+
+
+def test_interrupt_waits_for_the_end_of_the_section() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0)  # a chance for the handler to run
+        done.append("section")
+    assert done == ["section"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_section_on_another_thread_changes_no_handler() -> None:
+    seen = []
+
+    def work() -> None:
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
