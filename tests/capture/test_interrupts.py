@@ -41,6 +41,12 @@ class Model:
         return [t.detach().cpu().clone() for t in (*self.layer.parameters(), self.average, state["step"])]
 
 
+def train_until_interrupted(step: Any, timer: threading.Timer) -> None:
+    timer.start()
+    while True:
+        step()
+
+
 def test_interrupts_at_random_moments_leave_no_half_step() -> None:
     """After each interrupt the state is that of some number of whole eager steps."""
     model, eager = Model("lazy"), Model("cpu")
@@ -54,9 +60,7 @@ def test_interrupts_at_random_moments_leave_no_half_step() -> None:
     for _ in range(60):
         timer = threading.Timer(generator.uniform(0.0, 0.01), signal.raise_signal, (signal.SIGINT,))
         with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            while True:
-                step()
+            train_until_interrupted(step, timer)
         num_interrupts += 1
         timer.join()
     assert num_interrupts == 60
@@ -70,7 +74,9 @@ def test_interrupts_at_random_moments_leave_no_half_step() -> None:
 
 
 class Picky:
-    """An object whose attribute can refuse to be set. A replay does not see environment variables."""
+    """An object whose slot can refuse to be set. A replay does not see environment variables."""
+
+    __slots__ = ("other", "value")
 
     def __init__(self) -> None:
         self.value = torch.zeros(2, device="lazy")
@@ -109,10 +115,16 @@ def test_attribute_that_refuses_leaves_a_whole_step_and_nothing_waits(
 
 def test_interrupt_waits_for_the_end_of_the_section() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(0)  # a chance for the handler to run
-        done.append("section")
+
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0)  # a chance for the handler to run
+            done.append("section")
+        done.append("never")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert done == ["section"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
