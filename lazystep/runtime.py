@@ -77,7 +77,7 @@ class Runtime:
         _recorder.guess_next(cut.known)
         outputs = cut.handles_of(variant.outputs)
         scalars = cut.scalars.tolist
-        watching = observer.current()
+        watching = observer.anywhere()
         if watching is not None:
             scalars = watching.on_cut(cut, outputs, scalars()).copy
         run = self._make_run(variant, cut, outputs, scalars)

@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 
 from .. import metrics
 from ..program.program import Number
+from ..record import _recorder
 from ..record._recorder import Cut, KnownRecording
 from ..record.handle import Handle, Handles
-from ..record.observer import Draw, observing
+from ..record.observer import Draw, current, observing
 from ..record.source import user_line
 from ..record.tensor import find_handle
 from ..runtime import runtime
@@ -31,6 +32,8 @@ from .arguments import Structure, put_together
 from .guards import Guards
 from .reach import Reach
 from .traced import Expression, Pins, Trace, Traced, traced_math, true_value, untagged
+
+_DISTURBED = "another thread recorded ops or ended a step during the call"
 
 
 class RecordedProgram(NamedTuple):
@@ -116,6 +119,9 @@ class RecordedCall:
         self._handles_before = {h for v in self.before if (h := find_handle(v)) is not None}
         self.guards = Guards(self.reach, self.host_state)
         self._cuts: list[str] = []
+        self._is_cut_elsewhere = False
+        # Why this call can't be compared with others. Unlike `reason`, it says nothing of the next call.
+        self.disturbance = ""
         self._is_settled = False  # the function has returned: the next cut is the step's own program
         self.draws: list[Draw] = []
         self.added: list[Added] = []
@@ -125,6 +131,28 @@ class RecordedCall:
     # -- running ------------------------------------------------------------------------------------
 
     def _run(self, structure: Structure) -> None:
+        try:
+            with observing(self) as is_observed:
+                if is_observed:
+                    self._run_observed(structure)
+                else:
+                    self._run_unobserved(structure)
+        finally:
+            functions = [added.function for added in self.added]
+            self._closures |= {f.__code__ for f in functions if hasattr(f, "__code__")}
+        if not self.disturbance:
+            self._find_lost_outputs()
+
+    def _run_unobserved(self, structure: Structure) -> None:
+        """Another thread's call is being observed: this one runs as it is, and nothing is learned from it."""
+        args, kwargs = put_together(self.leaves, structure)
+        self.disturbance = _DISTURBED
+        self.result = self._function(*args, **kwargs)
+        runtime.flush(self._context)
+
+    def _run_observed(self, structure: Structure) -> None:
+        runtime.flush()  # ops that other threads have recorded until now are in another program
+        num_foreign = _recorder.num_foreign_ops()
         traced = [
             self.trace.source(leaf, "argument", number) if type(leaf) is float else leaf
             for number, leaf in enumerate(self.leaves)
@@ -133,27 +161,23 @@ class RecordedCall:
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
         own = [g for g in self.reach.generators if isinstance(g, torch.Generator) and g.device.type == "cpu"]
         streams = {generator: generator.get_state() for generator in (torch.default_generator, *own)}
-        try:
-            with observing(self):
-                self._call(args, kwargs)
-                for reason, line, count in metrics.synchronizations():
-                    if count > waits_before.get((reason, line), 0):
-                        way_out = "read it after the call, or in a closure"
-                        self._refuse(f"it waits for a value ({reason}) at {line}; {way_out}")
-                if self._cuts:
-                    self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
-                self._settle()
-                if not self.reason and not self._draws_explain(streams):
-                    self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
-                runtime.flush(self._context)
-            if self.program is None:
-                self._refuse("it records nothing")
-            elif self.reach.reason:
-                self._refuse(self.reach.reason)
-        finally:
-            functions = [added.function for added in self.added]
-            self._closures |= {f.__code__ for f in functions if hasattr(f, "__code__")}
-        self._find_lost_outputs()
+        self._call(args, kwargs)
+        for reason, line, count in metrics.synchronizations():
+            if count > waits_before.get((reason, line), 0):
+                way_out = "read it after the call, or in a closure"
+                self._refuse(f"it waits for a value ({reason}) at {line}; {way_out}")
+        if self._cuts:
+            self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
+        self._settle()
+        if not self.reason and not self._draws_explain(streams):
+            self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
+        runtime.flush(self._context)
+        if self.program is None:
+            self._refuse("it records nothing")
+        elif self.reach.reason:
+            self._refuse(self.reach.reason)
+        if self._is_cut_elsewhere or _recorder.num_foreign_ops() != num_foreign:
+            self.disturbance = _DISTURBED
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         try:
@@ -198,6 +222,8 @@ class RecordedCall:
             for position, handle in enumerate(self.program.inputs):
                 if handle.run is None and handle.tensor is not None and handle not in self._handles_before:
                     self.constants[position] = handle.tensor.clone()
+        elif current() is not self:
+            self._is_cut_elsewhere = True
         else:
             self._cuts.append(user_line(2))
         found = [self.trace.find(value) for value in scalars]

@@ -149,6 +149,9 @@ class Step(Generic[P, R]):
         call = self._record_once(leaves, structure, context)
         result: R = call.result
         call.drop_tensors()
+        if call.disturbance:
+            self._note(f"recorded, not captured: {call.disturbance}")
+            return result
         if call.reason:
             captures.recent.clear()
             if captures.has_recorded:
@@ -232,7 +235,7 @@ class Step(Generic[P, R]):
         captures.next_audit = max(captures.next_audit, replay.num_runs) * _AUDIT_GROWTH
         metrics.count("captures_audited")
         result: R = call.result
-        difference = _audit_difference(replay, call, predicted)
+        difference = "" if call.disturbance else _audit_difference(replay, call, predicted)
         if difference:
             captures.replays.remove(replay)
             captures.recent.clear()

@@ -1,11 +1,12 @@
-"""Somebody who looks on while a step is recorded: a captured step.
+"""An observer looks on while a call is recorded: that is how a step is captured.
 
-There is one observer at a time. The recorder tells it of draws, the step's context of closures, the barrier
-of programs.
+There is one observer at a time, and it observes one call. The recorder tells it of the call's draws, the
+context of closures, the barrier of programs.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -45,22 +46,34 @@ class StepObserver(Protocol):
         """A recording is about to be queued, with these outputs. Returns the numbers that it runs on."""
 
 
-_current: StepObserver | None = None
+_lock = threading.Lock()
+_observer: StepObserver | None = None
 
 
 def current() -> StepObserver | None:
-    """The observer of the step that is being recorded."""
-    return _current
+    """The observer of the call that this thread works for, if there is one."""
+    return _observer if _observer is not None and _recorder.is_in_observed_call() else None
+
+
+def anywhere() -> StepObserver | None:
+    """The observer of a call on any thread: the current recording may have ops of that call."""
+    return _observer
 
 
 @contextmanager
-def observing(observer: StepObserver) -> Iterator[None]:
-    """Let `observer` look on inside the block. C++ leaves draws and allocations to Python meanwhile."""
-    global _current
-    _current = observer
-    _recorder.set_observed(True)
+def observing(observer: StepObserver) -> Iterator[bool]:
+    """Let `observer` look on inside the block. False, and nothing is observed, if another thread has one."""
+    global _observer
+    with _lock:
+        is_free = _observer is None
+        if is_free:
+            _observer = observer
+    if not is_free:
+        yield False
+        return
+    _recorder.begin_observed_call()
     try:
-        yield
+        yield True
     finally:
-        _current = None
-        _recorder.set_observed(False)
+        _recorder.end_observed_call()
+        _observer = None

@@ -32,7 +32,6 @@ Python& python() {
 }
 
 std::atomic<bool> is_refused{false};
-std::atomic<bool> is_observed{false};
 std::atomic<uint64_t> calls_to_python{0};
 
 // What is known of an op, filled in at its first call.
@@ -216,6 +215,7 @@ void after_recording(const Afterwards& afterwards) {
 
 void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (is_refused) call_python([] { python().refuse(); });
+  bool is_observed = recorder().observed.notice_op();
   if (!site.is_ready) prepare(site, op);
   const auto& schema = op.schema();
   size_t num_arguments = schema.arguments().size();
@@ -320,8 +320,6 @@ void register_sparse_kernel(const std::string& name, const std::string& overload
       {name, overload}, c10::DispatchKey::SparseCsrLazy, c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
       std::nullopt, nullptr, "lazystep"));
 }
-
-void set_observed(bool observed) { is_observed = observed; }
 
 void refuse() { is_refused = true; }
 

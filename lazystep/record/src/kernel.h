@@ -32,9 +32,6 @@ void register_fallback();
 // Catch a composite that makes a compressed sparse tensor: it ends in a list of known devices.
 void register_sparse_kernel(const std::string& name, const std::string& overload);
 
-// While set, draws and allocations go to Python, whose handlers tell the observer of the step.
-void set_observed(bool is_observed);
-
 // From now on every op raises what `Dispatch.refuse` raises: this is a forked child.
 void refuse();
 

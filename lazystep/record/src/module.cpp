@@ -251,7 +251,10 @@ void define_registration(py::module_& module) {
   module.def("register_kernel", &register_kernel);
   module.def("register_sparse_kernel", &register_sparse_kernel);
   module.def("register_fallback", &register_fallback);
-  module.def("set_observed", &set_observed);
+  module.def("begin_observed_call", [] { recorder().observed.begin(); });
+  module.def("end_observed_call", [] { recorder().observed.end(); });
+  module.def("is_in_observed_call", [] { return recorder().observed.is_here(); });
+  module.def("num_foreign_ops", [] { return recorder().observed.num_foreign(); });
   module.def("refuse", &refuse);
 }
 

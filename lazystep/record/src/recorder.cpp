@@ -1,7 +1,10 @@
 #include "recorder.h"
 
+#include <c10/util/ThreadLocalDebugInfo.h>
+
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 
 namespace lazystep {
 
@@ -12,6 +15,10 @@ size_t hash_words(const std::vector<Word>& words) {
   for (Word word : words) hash = (hash ^ word) * 0x9E3779B97F4A7C15ull + (hash >> 29);
   return hash;
 }
+
+// The mark of the observed call: the address of the name is its identity.
+constexpr std::string_view kObservedCallName = "lazystep's observed call";
+const c10::DebugInfoKind kObservedCall(&kObservedCallName);
 
 Word tagged(const Type* type) { return reinterpret_cast<Word>(type) | 1; }
 
@@ -36,6 +43,25 @@ double now() {
 
 }  // namespace
 
+void ObservedCall::begin() {
+  c10::ThreadLocalDebugInfo::_push(kObservedCall, std::make_shared<c10::DebugInfoBase>());
+  is_on_ = true;
+}
+
+void ObservedCall::end() {
+  is_on_ = false;
+  c10::ThreadLocalDebugInfo::_pop(kObservedCall);
+}
+
+bool ObservedCall::is_here() const { return is_on_ && c10::ThreadLocalDebugInfo::get(kObservedCall) != nullptr; }
+
+bool ObservedCall::notice_op() {
+  if (!is_on_) return false;
+  bool is_ours = is_here();
+  if (!is_ours) ++num_foreign_;
+  return is_ours;
+}
+
 Recorder& recorder() {
   static auto* instance = new Recorder;
   return *instance;
@@ -46,6 +72,7 @@ Afterwards Recorder::record(
     c10::SmallVectorImpl<Ptr<Handle>>& made) {
   Ptr<KnownRecording> dropped;  // outlives the lock
   std::unique_lock lock(mutex);
+  observed.notice_op();  // under the lock, so that no op between a cut and the next is missed
   Recording& recording = current_;
   for (Handle* operand : operands) {
     if (operand->recording != recording.id && operand->memory->has_error) throw OperandError{operand->memory};

@@ -87,6 +87,24 @@ struct OperandError {
   Ptr<Memory> memory;
 };
 
+// [Note: observed calls] A captured step observes the ops of one call. Other threads may record meanwhile, and
+// the call's own backward runs on a thread of autograd's. So the call carries a mark, which torch takes along to
+// the threads on which it works for the call. Ops with the mark leave draws and allocations to Python, whose
+// handlers tell the observer. Ops without it are foreign and are counted: they may be in the same recording.
+class ObservedCall {
+ public:
+  void begin();  // on the thread of the call
+  void end();    // on the same thread
+  bool is_here() const;  // whether the calling thread works for the call
+  // An op has come. Returns `is_here()`, and counts the op if it is foreign.
+  bool notice_op();
+  uint64_t num_foreign() const { return num_foreign_; }
+
+ private:
+  std::atomic<bool> is_on_{false};
+  std::atomic<uint64_t> num_foreign_{0};
+};
+
 class Recorder {
  public:
   // Append an op. Fills `made` with its new values. Throws `OperandError`.
@@ -107,6 +125,7 @@ class Recorder {
   // Tell which recording has ended, so that the next can be guessed. Needs the GIL.
   void guess_next(const Ptr<KnownRecording>& known);
 
+  ObservedCall observed;
   std::mutex mutex;
   std::atomic<size_t> max_entries{20000};
   std::atomic<uint64_t> num_lookups{0};  // recordings that were identified by their words
