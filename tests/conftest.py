@@ -151,18 +151,26 @@ def dispatch() -> ModuleType:
 
 
 @pytest.fixture
-def auto_tier(runtime: Runtime, tmp_path: Path) -> Iterator[None]:
-    """Libraries are built from the second run on, in a cache of the test's own. The builder stays warm."""
+def auto_tier(runtime: Runtime) -> Iterator[None]:
+    """Libraries are built from the second run on. The builder stays warm from test to test."""
     runtime.programs.clear()
     notices.forget()
-    with config.override(tier="auto", build_after=2, cache_dir=str(tmp_path / "cache")):
+    with config.override(tier="auto", build_after=2):
         yield
         lazystep.wait_for_compile(300)
     notices.forget()
 
 
 @pytest.fixture
-def own_builder(auto_tier: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def own_cache(auto_tier: None, tmp_path: Path) -> Iterator[None]:
+    """The tier `auto` with an empty cache of the test's own, for tests that count or break its entries."""
+    with config.override(cache_dir=str(tmp_path / "cache")):
+        yield
+        lazystep.wait_for_compile(300)
+
+
+@pytest.fixture
+def own_builder(own_cache: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A builder that the test may break."""
     own = tiered.Tiers()
     with monkeypatch.context() as patch:

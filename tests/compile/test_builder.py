@@ -20,7 +20,7 @@ from lazystep.compile import key
 from tests.builds import X, cache, repeat, run_square_sum, square_sum
 from tests.helpers import count
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from lazystep.compile.cache import LIBRARY, CacheError, LibraryCache
 from tests.builds import X, cache, repeat, run_square_sum
 from tests.helpers import count
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_cache")]
 
 
 def fill(key_: str, content: bytes = b"library") -> LibraryCache:

@@ -16,7 +16,7 @@ from lazystep import config
 from tests.builds import cache
 from tests.helpers import ROOT
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_cache")]
 
 SCRIPT = """
 import json, os, sys, time, torch, lazystep

@@ -21,7 +21,7 @@ from lazystep.tiers.tiered import LoadedLibrary, Stage, TieredExecutable
 from tests.builds import X, cache, repeat, run_square_sum, square_sum, steps_until_native
 from tests.helpers import count
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_cache")]
 
 
 def test_library_that_disagrees_is_never_used(runtime: Any) -> None:
