@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -168,7 +169,7 @@ class Runtime:
         try:
             add_closures(binding.outputs)
         finally:
-            context.end_step()
+            context.end_step(threading.get_ident())
         if profile is not None:
             args = {"step": run.step, "program": variant.executable.number}
             profile.add("barrier", "barrier", start, time.perf_counter(), **args)

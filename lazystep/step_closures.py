@@ -41,6 +41,7 @@ class StepClosure:
         self.args = args
         self.kwargs = kwargs
         self.where = where
+        self.thread = threading.get_ident()
         self.step = 0
 
     @property
@@ -139,19 +140,25 @@ class DeviceContext:
         if added.throttle is None or added.throttle.is_due(self.step):
             self.add(StepClosure(added.function, added.args, added.kwargs, added.where), added.run_async)
 
-    def take(self) -> tuple[list[StepClosure], list[StepClosure]]:
-        """The async and the sync closures added since the last call."""
+    def take(self, thread: int | None = None) -> tuple[list[StepClosure], list[StepClosure]]:
+        """The async and the sync closures that wait for the end of the step; of one thread, if given."""
+
+        def is_wanted(closure: StepClosure) -> bool:
+            return thread is None or closure.thread == thread
+
         with self._lock:
-            taken = self._async, self._sync
-            self._async, self._sync = [], []
+            taken = list(filter(is_wanted, self._async)), list(filter(is_wanted, self._sync))
+            self._async = [closure for closure in self._async if not is_wanted(closure)]
+            self._sync = [closure for closure in self._sync if not is_wanted(closure)]
         return taken
 
-    def end_step(self) -> None:
-        """Freeze the arguments of this step's async closures.
+    def end_step(self, thread: int | None = None) -> None:
+        """Freeze the arguments of this step's async closures; of those that `thread` added, if it is given.
 
-        The barrier calls this under its lock, so that no step of another thread comes between.
+        The barrier calls this under its lock, so that no step of another thread comes between. A replay has
+        not run what other threads have recorded, so it ends the step for the closures of its own thread.
         """
-        async_closures, sync_closures = self.take()
+        async_closures, sync_closures = self.take(thread)
         self.step += 1
         for closure in async_closures + sync_closures:
             closure.step = self.step

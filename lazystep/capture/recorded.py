@@ -7,6 +7,7 @@ numbers. `Step` compares a recorded call with an earlier one. If the two agree, 
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import sys
 import weakref
@@ -43,6 +44,15 @@ class RecordedProgram(NamedTuple):
     variant: Variant
     inputs: list[Handle]
     outputs: list[Handle | None]
+
+
+class _Phase(enum.Enum):
+    """Which program a cut of the recording ends."""
+
+    BEFORE = "before"  # a program of other threads
+    RUNNING = "running"  # a part of the step: its function waits for a value, or another thread ends a step
+    SETTLED = "settled"  # the step's own program: its function has returned
+    AFTER = "after"  # a program of other threads
 
 
 class HostState:
@@ -122,7 +132,7 @@ class RecordedCall:
         self._is_cut_elsewhere = False
         # Why this call can't be compared with others. Unlike `reason`, it says nothing of the next call.
         self.disturbance = ""
-        self._is_settled = False  # the function has returned: the next cut is the step's own program
+        self._phase = _Phase.BEFORE
         self.draws: list[Draw] = []
         self.added: list[Added] = []
         self.result: Any = None
@@ -153,6 +163,7 @@ class RecordedCall:
     def _run_observed(self, structure: Structure) -> None:
         runtime.flush()  # ops that other threads have recorded until now are in another program
         num_foreign = _recorder.num_foreign_ops()
+        self._phase = _Phase.RUNNING
         traced = [
             self.trace.source(leaf, "argument", number) if type(leaf) is float else leaf
             for number, leaf in enumerate(self.leaves)
@@ -215,15 +226,18 @@ class RecordedCall:
 
     def on_cut(self, cut: Cut, outputs: Handles[Handle | None], scalars: list[Number]) -> list[Number]:
         """Keep the step's own program, and put true values in the place of tagged numbers."""
-        if self.program is None and self._is_settled:
+        if self._phase in (_Phase.BEFORE, _Phase.AFTER):
+            return scalars  # ops of other threads
+        if current() is not self:
+            self._is_cut_elsewhere = True
+        elif self._phase is _Phase.SETTLED:
+            self._phase = _Phase.AFTER
             variant = runtime.programs.find(cut.known, cut.outputs)
             assert variant is not None, "the barrier has just found it"
             self.program = RecordedProgram(cut.known, variant, list(cut.inputs), list(outputs))
             for position, handle in enumerate(self.program.inputs):
                 if handle.run is None and handle.tensor is not None and handle not in self._handles_before:
                     self.constants[position] = handle.tensor.clone()
-        elif current() is not self:
-            self._is_cut_elsewhere = True
         else:
             self._cuts.append(user_line(2))
         found = [self.trace.find(value) for value in scalars]
@@ -315,7 +329,7 @@ class RecordedCall:
         self.result_leaves, self.result_spec = pytree.tree_flatten(self.result)
         if any(type(leaf) is Traced for leaf in self.result_leaves):
             self.result = pytree.tree_unflatten(map(true_value, self.result_leaves), self.result_spec)
-        self._is_settled = True
+        self._phase = _Phase.SETTLED
 
     def _draws_explain(self, streams: Mapping[torch.Generator, torch.Tensor]) -> bool:
         """Whether repeating the recorded draws moves all generators from `streams` to their current state."""

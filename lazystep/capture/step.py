@@ -106,6 +106,7 @@ class Step(Generic[P, R]):
         """Record or replay one step and queue it. Does not wait for values. Raises as `mark_step` does."""
         if observer.current() is not None:
             return self._function(*args, **kwargs)  # inside another captured step, which records it
+        observer.wait_for_other_threads()
         leaves, structure = take_apart(args, kwargs)
         context = get_device_context()
         runtime.flush()

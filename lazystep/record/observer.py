@@ -46,7 +46,10 @@ class StepObserver(Protocol):
         """A recording is about to be queued, with these outputs. Returns the numbers that it runs on."""
 
 
-_lock = threading.Lock()
+# How long a step waits for an observed call of another thread. That call may itself wait for this thread.
+_PATIENCE = 1.0
+
+_changed = threading.Condition()
 _observer: StepObserver | None = None
 
 
@@ -60,12 +63,23 @@ def anywhere() -> StepObserver | None:
     return _observer
 
 
+def wait_for_other_threads() -> None:
+    """Block while a call of another thread is observed, a second at most: a barrier would cut it in two."""
+    if _observer is None or _recorder.is_in_observed_call():
+        return
+    with _changed:
+        _changed.wait_for(lambda: _observer is None, _PATIENCE)
+
+
 @contextmanager
 def observing(observer: StepObserver) -> Iterator[bool]:
-    """Let `observer` look on inside the block. False, and nothing is observed, if another thread has one."""
+    """Let `observer` look on inside the block. False, and nothing is observed, if another thread has one.
+
+    Waits for the other thread's call, for a second at most.
+    """
     global _observer
-    with _lock:
-        is_free = _observer is None
+    with _changed:
+        is_free = _changed.wait_for(lambda: _observer is None, _PATIENCE)
         if is_free:
             _observer = observer
     if not is_free:
@@ -76,4 +90,6 @@ def observing(observer: StepObserver) -> Iterator[bool]:
         yield True
     finally:
         _recorder.end_observed_call()
-        _observer = None
+        with _changed:
+            _observer = None
+            _changed.notify_all()
