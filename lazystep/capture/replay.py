@@ -131,6 +131,7 @@ class Replay:
         assert earlier.program is not None
         assert call.program is not None
         self.num_runs = 0
+        self.last_call = 0  # the number of the step's call that used it last
         self.known = call.program.known
         self.variant = call.program.variant
         self.guards = call.guards

@@ -21,7 +21,7 @@ from ..program.difference import first_difference
 from ..record import observer
 from ..runtime import runtime
 from ..step_closures import DeviceContext, get_device_context
-from .arguments import Kind, Structure, kind_difference, kind_of, take_apart
+from .arguments import Kind, Structure, kind_difference, kind_of, put_together, take_apart
 from .recorded import RecordedCall
 from .replay import NotReplayableError, Replay, UnsettledError
 
@@ -104,8 +104,9 @@ class Step(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Record or replay one step and queue it. Does not wait for values. Raises as `mark_step` does."""
-        if observer.current() is not None:
-            return self._function(*args, **kwargs)  # inside another captured step, which records it
+        if observer.current() is not None:  # inside another captured step, which records it
+            moved, moved_kwargs = put_together(*take_apart(args, kwargs))
+            return self._function(*moved, **moved_kwargs)
         observer.wait_for_other_threads()
         leaves, structure = take_apart(args, kwargs)
         context = get_device_context()
@@ -121,6 +122,7 @@ class Step(Generic[P, R]):
             is_done, result = replay.run(leaves, context)
             if is_done:
                 self.num_replayed += 1
+                replay.last_call = self.num_recorded + self.num_replayed
                 break
         else:
             result = self._record(captures, leaves, structure, context)
@@ -168,14 +170,11 @@ class Step(Generic[P, R]):
                 self._fall_back(f"{changed} changes between calls; make it an argument of the step")
         elif earlier is not None and _agree(earlier, call):
             captures.num_changed = 0
-            if sum(len(c.replays) for c in self._captures.values()) >= self._max_captures:
-                self._fall_back(
-                    f"it has {self._max_captures} captures already (max_captures); other shapes, values and "
-                    "modes are recorded"
-                )
-                return result
             try:
-                captures.replays.insert(0, Replay(earlier, call))
+                replay = Replay(earlier, call)
+                replay.last_call = self.num_recorded + self.num_replayed
+                captures.replays.insert(0, replay)
+                self._drop_oldest_capture()
                 captures.recent.remove(call)  # it keeps the tensors of its step alive
                 captures.next_audit = _FIRST_AUDIT
                 metrics.count("captures")
@@ -185,6 +184,26 @@ class Step(Generic[P, R]):
             except NotReplayableError as error:
                 self._fall_back(str(error))
         return result
+
+    def _drop_oldest_capture(self) -> None:
+        """Make room for a new capture. The least recently used one goes."""
+        found = [(replay, captures) for captures in self._captures.values() for replay in captures.replays]
+        if len(found) <= self._max_captures:
+            return
+        replay, captures = min(found, key=lambda one: one[0].last_call)
+        captures.replays.remove(replay)
+        metrics.count("captures_dropped")
+        text = (
+            f"more than {self._max_captures} captures (max_captures): the least recently used one is dropped"
+        )
+        self._note(text)
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"{self._name} has {text}", LazyStepWarning, stacklevel=5)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__qualname__", repr(self._function))
 
     def _record_once(self, leaves: list[Any], structure: Structure, context: DeviceContext) -> RecordedCall:
         self.num_recorded += 1
@@ -197,8 +216,7 @@ class Step(Generic[P, R]):
         return "captured" if self.num_recorded < 5 else "captured for other argument types or values"
 
     def _fall_back(self, reason: str) -> None:
-        name = getattr(self._function, "__qualname__", repr(self._function))
-        message = f"{name} is recorded in each call, not replayed: {reason}"
+        message = f"{self._name} is recorded in each call, not replayed: {reason}"
         self._note(f"not replayed: {reason}")
         metrics.count("captures_refused")
         if self._fullgraph:
@@ -211,7 +229,7 @@ class Step(Generic[P, R]):
     def _note(self, text: str) -> None:
         kind = _without_numbers(text)
         if kind not in self._reasons:
-            reasons.append(f"{getattr(self._function, '__qualname__', repr(self._function))}: {text}")
+            reasons.append(f"{self._name}: {text}")
         self._reasons[kind] = text
 
     # -- audits --------------------------------------------------------------------------------------
@@ -241,9 +259,9 @@ class Step(Generic[P, R]):
             captures.replays.remove(replay)
             captures.recent.clear()
             metrics.count("captures_outdated")
-            name = getattr(self._function, "__qualname__", repr(self._function))
             message = (
-                f"{name} does something else than when it was captured: {difference}. It is captured anew"
+                f"{self._name} does something else than when it was captured: {difference}. "
+                "It is captured anew"
             )
             self._note(message)
             if self._fullgraph:
@@ -255,10 +273,9 @@ class Step(Generic[P, R]):
 
     def explain(self) -> str:
         """How often the step was recorded and replayed, how many captures exist, and why, as text."""
-        name = getattr(self._function, "__qualname__", repr(self._function))
         num_captures = sum(len(c.replays) for c in self._captures.values())
         rows = [
-            f"{name}: recorded {self.num_recorded} times, replayed {self.num_replayed} times, "
+            f"{self._name}: recorded {self.num_recorded} times, replayed {self.num_replayed} times, "
             f"{num_captures} capture{'' if num_captures == 1 else 's'}"
         ]
         rows += [f"  {reason}" for reason in self._reasons.values()]
@@ -273,7 +290,7 @@ def step(function: Callable[P, R]) -> Step[P, R]: ...
 
 @overload
 def step(
-    function: None = None, *, fullgraph: bool = False, audit_every: int | None = None, max_captures: int = 8
+    function: None = None, *, fullgraph: bool = False, audit_every: int | None = None, max_captures: int = 64
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 
 
@@ -282,7 +299,7 @@ def step(
     *,
     fullgraph: bool = False,
     audit_every: int | None = None,
-    max_captures: int = 8,
+    max_captures: int = 64,
 ) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
     """Capture a step function once and replay it without running its Python.
 
@@ -297,7 +314,7 @@ def step(
     when its step is queued and its sync closures have run; it blocks while too many steps are in flight.
 
     - Tensor and float arguments are inputs (CPU tensors are moved to the lazy device). Other arguments are
-      compared. A new value, shape or mode needs another capture; there are at most `max_captures`.
+      compared. A new value, shape or mode needs another capture; the last used `max_captures` are kept.
     - Parameters, buffers, optimizer state and hyperparameters are read from their current places. So
       schedulers, `load_state_dict` and edits between calls take effect.
     - Closures run at each replay. Returned tensors are new in each call.

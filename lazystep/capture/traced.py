@@ -279,8 +279,10 @@ def traced_math(held: Sequence[Place]) -> Iterator[None]:
     `held`: places where user code may hold such a function under another name.
     """
 
-    def follow(name: str, function: Callable[[float], float]) -> Callable[[float], float]:
-        def call(value: float) -> float:
+    def follow(name: str, function: Callable[..., float]) -> Callable[..., float]:
+        def call(value: float, *rest: float) -> float:
+            if rest:  # `math.log(x, base)`
+                return function(*map(_pinned, (value, *rest)))
             if type(value) is not Traced:
                 return function(value)
             return value.trace.number(function(value.true), (name, value.expression))

@@ -255,3 +255,13 @@ def test_number_that_python_refuses_is_left_to_the_function() -> None:
         assert inverse(torch.ones(1), w).item() == 1 / w
     assert inverse.num_replayed > 0
     assert inverse(torch.ones(1), 0.0).item() == 100
+
+
+def test_logarithm_to_a_base_is_the_true_one() -> None:
+    @lazystep.step
+    def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * math.log(factor, 2)
+
+    x = torch.ones(1).to("lazy")
+    for factor in (8.0, 8.0, 8.0, 4.0):
+        assert scale(x, factor).item() == math.log(factor, 2)

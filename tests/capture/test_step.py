@@ -310,3 +310,40 @@ def test_methods_and_steps_side_by_side() -> None:
     assert one.fit.num_replayed >= 5
     assert two.fit.num_replayed >= 5
     assert one.evaluate.num_replayed >= 5
+
+
+def test_least_recently_used_capture_is_dropped_with_one_warning() -> None:
+    @lazystep.step(max_captures=2, audit_every=0)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def call(size: int) -> None:
+        for _ in range(3):
+            assert double(torch.ones(size)).tolist() == [2.0] * size
+
+    call(1)
+    call(2)
+    call(1)  # now 2 is the one that was used longest ago
+    with pytest.warns(lazystep.LazyStepWarning, match="more than 2 captures"):
+        call(3)
+    recorded = double.num_recorded
+    call(1)
+    assert double.num_recorded == recorded
+    call(2)
+    assert double.num_recorded == recorded + 2
+
+
+def test_step_inside_a_step_moves_its_arguments() -> None:
+    weight = torch.ones(2).to("lazy")
+
+    @lazystep.step
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    @lazystep.step
+    def outer() -> torch.Tensor:
+        return inner(torch.full((2,), 3.0)) + 1
+
+    for _ in range(4):
+        assert outer().tolist() == [4.0, 4.0]
+    assert outer.num_replayed > 0
