@@ -59,6 +59,8 @@ class Runtime:
         run in the order in which they were recorded, whichever thread cuts them.
         """
         self.recorder.check_fork()
+        if context is None and not self.recorder.num_entries:
+            return None  # the barrier before a replay has nothing to do
         while True:
             with uninterrupted(), self.recorder.lock:
                 if self.executor.has_room() or not self.recorder.num_entries:

@@ -160,11 +160,15 @@ class TieredExecutable:
         return Stage.COUNTING
 
     @property
+    def reason(self) -> str:
+        """Why the program, or one of its specializations, stays on the reference; empty if none does."""
+        reasons = [one.reason for one in self.specializations.values() if one.reason]
+        return self._refusal or (reasons[-1] if reasons else "")
+
+    @property
     def standing(self) -> str:
         """In plain words: on which executable the program runs, and why."""
-        reasons = [one.reason for one in self.specializations.values() if one.reason]
-        reason = self._refusal or (reasons[-1] if reasons else "")
-        stage = self.stage
+        stage, reason = self.stage, self.reason
         if stage is Stage.STAYS:
             return f"stays on the reference executable: {reason}"
         if stage is Stage.BUILDING:

@@ -149,7 +149,7 @@ def test_inputs_that_do_not_fit_run_on_the_reference(runtime: Any) -> None:
     got = executable.run([transposed], scalars)
     assert torch.equal(got[0], square_sum(X))
     assert executable.stage is Stage.STAYS
-    assert "do not fit" in executable.standing
+    assert "do not fit" in executable.reason
 
 
 def test_two_inputs_in_one_memory_are_refused(runtime: Any) -> None:
