@@ -215,6 +215,11 @@ class Runtime:
         self.executor.wait_idle()
         self.raise_failures()
 
+    def drain(self) -> None:
+        """Run what is recorded and wait until the executor is idle. Failures stay for the next barrier."""
+        self.flush()
+        self.executor.wait_idle()
+
     def _forget_failure(self, error: LazyStepError) -> None:
         """A failure that a read reports is not reported again by the next barrier."""
         rest = [e for e in self.executor.take_failures() if e is not error]

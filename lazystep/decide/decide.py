@@ -4,6 +4,8 @@ Receives an op and its arguments, with an `Operand` in place of every lazy tenso
 `Decision`, which the recorder keeps under the call's key. Nothing here knows tensor classes, recordings or
 values.
 
+C++ calls this with the user's modes off (src/modes.h): a decision holds for later calls without them.
+
 Ops that are cheap to try run once on zeros (`trial`). The others are inferred on fake CPU tensors, and
 small ones are tried as well: a trial gives the strides of the real kernel, and finds ops that have no kernel
 for the data type while the user's line is still on the stack.

@@ -110,7 +110,9 @@ def _on_facades(func: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda arg: _Enter.apply(arg) if is_lazy(arg) else arg, (args, kwargs))
-        out = run_composite(func, args, kwargs)
+        # Autocast takes no lazy tensors. It would take the facades for CPU tensors.
+        with torch._C._DisableAutocast():
+            out = run_composite(func, args, kwargs)
         return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
 
     return kernel

@@ -12,6 +12,7 @@
 
 #include "call.h"
 #include "host.h"
+#include "modes.h"
 
 namespace lazystep {
 
@@ -114,9 +115,11 @@ void push(const c10::FunctionSchema& schema, const py::object& out, Stack* stack
   }
 }
 
-// Runs Python. An exception there goes on through torch's C++ as torch's own Python kernels' do.
+// Runs Python, with the user's modes off. An exception there goes on through torch's C++ as torch's own
+// Python kernels' do.
 template <typename Function>
 auto call_python(const Function& function) {
+  NoModes no_modes;
   py::gil_scoped_acquire gil;
   ++calls_to_python;
   try {
