@@ -158,8 +158,10 @@ std::shared_ptr<const Line> decide(Site& site, c10::ArrayRef<IValue> values, con
 
 [[noreturn]] void raise(const OperandError& error) {
   call_python([&] {
-    PyObject* object = error.memory->error.get();
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object)), object);
+    // A copy: no barrier raises the failure again.
+    py::object copy = py::module_::import("lazystep.errors").attr("report")(
+        py::reinterpret_borrow<py::object>(error.memory->error.get()));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(copy.ptr())), copy.ptr());
     throw python_error();
   });
   std::abort();  // not reached
