@@ -7,13 +7,15 @@ tensors of other devices (`run_handler`), and for the user's line of a new instr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .. import metrics
 from ..config import settings
-from ..decide.decide import decide
+from ..decide.decide import check_numbers, decide
 from ..decide.decision import Action, Decision, Operand
 from ..decide.facts import OpFacts
 from ..program.program import Source
@@ -69,24 +71,15 @@ class OpDispatch:
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """See `Dispatch.decide`. Raises eager's error, with the op and the user's line in a note."""
-        if func is _aten.copy_.default:
-            args = args[:2]  # there is nothing to block on
-        elif func is _aten._to_copy.default:
-            kwargs.pop("non_blocking", None)
         facts = self.facts_of(func)
-        to_operand = _Operands(bool(facts.writes), [*args, *kwargs.values()])
-        taken = tuple(map(to_operand, args))
-        taken_kwargs = {name: to_operand(arg) for name, arg in kwargs.items()}
-        try:
+        with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
             return decide(facts, taken, taken_kwargs)
-        except Exception as error:
-            # Eager's error names neither the op nor the user's line.
-            shown = [str(_shown(a)) for a in taken] + [f"{k}={_shown(v)}" for k, v in taken_kwargs.items()]
-            error.add_note(
-                f"lazystep: raised while recording {facts.name}({', '.join(shown)}) at {user_line()}. "
-                "Eager raises this on CPU tensors, too. The op was not recorded: change its arguments there."
-            )
-            raise
+
+    def check_numbers(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Dispatch.check_numbers`. Raises as `decide` does."""
+        facts = self.facts_of(decision.func)
+        with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
+            check_numbers(facts, decision, taken, taken_kwargs)
 
     def run_now(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Dispatch.run_now`."""
@@ -148,6 +141,30 @@ def _pack(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
 @handles(_aten.lift_fresh.default, _aten.lift.default)
 def _lift(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
+
+
+@contextmanager
+def _operands_of(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments with `Operand`s in place of lazy tensors. Adds op and line to an error of the block."""
+    if facts.func is _aten.copy_.default:
+        args = args[:2]  # there is nothing to block on
+    elif facts.func is _aten._to_copy.default:
+        kwargs.pop("non_blocking", None)
+    to_operand = _Operands(bool(facts.writes), [*args, *kwargs.values()])
+    taken = tuple(map(to_operand, args))
+    taken_kwargs = {name: to_operand(arg) for name, arg in kwargs.items()}
+    try:
+        yield taken, taken_kwargs
+    except Exception as error:
+        # Eager's error names neither the op nor the user's line.
+        shown = [str(_shown(a)) for a in taken] + [f"{k}={_shown(v)}" for k, v in taken_kwargs.items()]
+        error.add_note(
+            f"lazystep: raised while recording {facts.name}({', '.join(shown)}) at {user_line()}. "
+            "Eager raises this on CPU tensors, too. The op was not recorded: change its arguments there."
+        )
+        raise
 
 
 class _Operands:

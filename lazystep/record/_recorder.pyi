@@ -186,6 +186,9 @@ class Dispatch(Protocol):
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """What to do with a call whose key is new."""
 
+    def check_numbers(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if the op does not take numbers of this kind. See [Note: numbers] in src/decision.h."""
+
     def run_now(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that is not recorded: a draw, or an op that needs values."""
 

@@ -24,7 +24,7 @@ using torch::jit::Stack;
 
 // The methods of the installed object, looked up once. Never destroyed: kernels outlive the interpreter.
 struct Python {
-  py::object dispatch, traits, decide, run_now, run_handler, source, on_full, on_draw, refuse;
+  py::object dispatch, traits, decide, check_numbers, run_now, run_handler, source, on_full, on_draw, refuse;
 };
 
 Python& python() {
@@ -156,6 +156,15 @@ std::shared_ptr<const Line> decide(Site& site, c10::ArrayRef<IValue> values, con
   });
 }
 
+// Raises what eager raises for these numbers. See [Note: numbers].
+void check_numbers(const Site& site, c10::ArrayRef<IValue> values, const Line& line, const Call& call) {
+  call_python([&] {
+    auto [args, kwargs] = to_python(site.traits, values);
+    python().check_numbers(py::handle(line.python.get()), args, kwargs);
+  });
+  line.decision->set_tried(call.numbers);
+}
+
 [[noreturn]] void raise(const OperandError& error) {
   call_python([&] {
     // A copy: no barrier raises the failure again.
@@ -246,6 +255,7 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   auto line = site.cache.find(call, hash);
   if (line == nullptr) line = decide(site, values, call, hash);
   if (line->action == Line::kRecord) {
+    if (!line->decision->has_tried(call.numbers)) check_numbers(site, values, *line, call);
     Afterwards afterwards = record(line->decision, call, num_arguments, !schema.returns().empty(), stack);
     return after_recording(afterwards);
   }
@@ -291,8 +301,8 @@ void keep(c10::RegistrationHandleRAII handle) {
 void install(const py::object& dispatch) {
   auto method = [&](const char* name) { return py::object(dispatch.attr(name)); };
   python() = {
-      dispatch, method("traits"), method("decide"), method("run_now"), method("run_handler"),
-      method("source"), method("on_full"), method("on_draw"), method("refuse")};
+      dispatch, method("traits"), method("decide"), method("check_numbers"),
+      method("run_now"), method("run_handler"), method("source"), method("on_full"), method("on_draw"), method("refuse")};
 }
 
 py::object installed() { return python().dispatch; }
