@@ -29,6 +29,7 @@ _ALWAYS_TRIED = (
     "aten._embedding_bag.default",
     "aten._embedding_bag_forward_only.default",
     "aten.mkldnn_rnn_layer.default",
+    "lazystep.lstm_layer_without_grad.default",
 )
 # Errors that do not depend on the values of tensors: they are raised at the user's line.
 _VALUE_FREE_ERROR = re.compile(
@@ -49,7 +50,7 @@ def is_cheap(work: Work | None, operands: Sequence[Operand]) -> bool:
 
 def is_due_behind_inference(decision: Decision, facts: OpFacts, operands: Sequence[Operand]) -> bool:
     """Whether an op that has been inferred is tried as well, because inference may be wrong about it."""
-    if not facts.name.startswith("aten."):
+    if not facts.name.startswith(("aten.", "lazystep.")):
         return False  # a custom op may do more than compute
     nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
     # Inference does not see that an op reads what it writes, or writes an element twice.

@@ -1,0 +1,31 @@
+"""Ops of lazystep's own, for what no aten op on CPU tensors does by itself.
+
+All are composite, so that shape inference and the compiler see aten ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Kept for the life of the process: dropping a Library removes its ops.
+_library = torch.library.Library("lazystep", "DEF")
+_library.define(
+    "lstm_layer_without_grad(Tensor input, Tensor weight0, Tensor weight1, Tensor weight2, Tensor weight3, "
+    "Tensor hx_, Tensor cx_, bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, "
+    "bool has_biases, bool bidirectional, bool batch_first, bool train) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _lstm_layer_without_grad(*args: Any) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        layer: tuple[torch.Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer.default(*args)
+        return layer[:3]
+
+
+_library.impl("lstm_layer_without_grad", _lstm_layer_without_grad, "CompositeImplicitAutograd")
+
+# oneDNN's LSTM layer as it runs under `torch.no_grad()`: another kernel, without a workspace for backward.
+# The op reads the grad mode of its thread, and the executor thread has none of the training thread's modes.
+LSTM_LAYER_WITHOUT_GRAD = torch.ops.lazystep.lstm_layer_without_grad.default
