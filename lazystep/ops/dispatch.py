@@ -18,6 +18,7 @@ from ..config import settings
 from ..decide.decide import check_numbers, decide
 from ..decide.decision import Action, Decision, Operand
 from ..decide.facts import OpFacts
+from ..program.own_ops import HISTC_OF_INTEGERS
 from ..program.program import Source
 from ..record._recorder import Mode
 from ..record.recorder import Recorder
@@ -71,6 +72,8 @@ class OpDispatch:
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """See `Dispatch.decide`. Raises eager's error, with the op and the user's line in a note."""
+        if func is _aten.histc.default and _is_integral(args[0].dtype):
+            func = HISTC_OF_INTEGERS
         facts = self.facts_of(func)
         with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
             return decide(facts, taken, taken_kwargs)
@@ -181,6 +184,10 @@ class _Operands:
         if handle is not None:
             return Operand(handle.type, handle.memory.nbytes, next(self._groups))
         return [self(a) for a in arg] if type(arg) in (list, tuple) else arg
+
+
+def _is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _shown(arg: Any) -> Any:
