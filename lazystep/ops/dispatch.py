@@ -18,12 +18,14 @@ from ..config import settings
 from ..decide.decide import check_numbers, decide
 from ..decide.decision import Action, Decision, Operand
 from ..decide.facts import OpFacts
+from ..errors import UnsupportedError
 from ..program.own_ops import HISTC_OF_INTEGERS
 from ..program.program import Source
+from ..record import _recorder
 from ..record._recorder import Mode
 from ..record.recorder import Recorder
 from ..record.source import user_line, user_source
-from ..record.tensor import find_handle
+from ..record.tensor import find_handle, is_lazy
 from . import copies, draws  # noqa: F401 - their handlers
 from .cpu_branch import KERNELS, run_composite
 from .draws import draw
@@ -83,6 +85,14 @@ class OpDispatch:
         facts = self.facts_of(decision.func)
         with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
             check_numbers(facts, decision, taken, taken_kwargs)
+
+    def refuse_view(self, func: Any) -> None:
+        """See `Dispatch.refuse_view`."""
+        raise UnsupportedError(
+            f"{func} at {user_line()}: an operand is a view. The view, or the tensor that it is a view of, "
+            "has got another shape or other strides in place since (t_, unsqueeze_, as_strided_). Its "
+            "gradient would not be eager's. Use t(), unsqueeze() or as_strided(), or make the view after it."
+        )
 
     def run_now(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Dispatch.run_now`."""
@@ -167,6 +177,13 @@ def _operands_of(
             f"lazystep: raised while recording {facts.name}({', '.join(shown)}) at {user_line()}. "
             "Eager raises this on CPU tensors, too. The op was not recorded: change its arguments there."
         )
+        tensors = [arg for arg in args if is_lazy(arg)]
+        if any(map(_recorder.has_changed_shape_in_place, tensors)):
+            error.add_note(
+                "lazystep: an operand has got another shape or other strides in place (t_, unsqueeze_). If "
+                "this line uses a view that was made before that, autograd repeats the view's ops here, "
+                "which eager does not. Use t() or unsqueeze(), or make the view after it."
+            )
         raise
 
 

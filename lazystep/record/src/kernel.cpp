@@ -4,6 +4,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/tensor_dtypes.h>
 #include <torch/csrc/utils/tensor_layouts.h>
@@ -24,7 +25,8 @@ using torch::jit::Stack;
 
 // The methods of the installed object, looked up once. Never destroyed: kernels outlive the interpreter.
 struct Python {
-  py::object dispatch, traits, decide, check_numbers, run_now, run_handler, source, on_full, on_draw, refuse;
+  py::object dispatch, traits, decide, check_numbers, refuse_view, run_now, run_handler, source, on_full, on_draw,
+      refuse;
 };
 
 Python& python() {
@@ -34,6 +36,8 @@ Python& python() {
 
 std::atomic<bool> is_refused{false};
 std::atomic<bool> is_observed{false};
+// Whether an op has ever changed the shape or the strides of a tensor in place. See [Note: stale views].
+std::atomic<bool> has_rebound{false};
 std::atomic<uint64_t> calls_to_python{0};
 
 // What is known of an op, filled in at its first call.
@@ -165,6 +169,37 @@ void check_numbers(const Site& site, c10::ArrayRef<IValue> values, const Line& l
   line.decision->set_tried(call.numbers);
 }
 
+// [Note: stale views] For most devices autograd differentiates a view as a view of its base's memory.
+// For lazy tensors it repeats the view's ops on the base; torch has a fixed list of devices. The two
+// agree unless the base, or the view itself, has got another shape in place since (`t_`).
+bool is_stale_view(const LazyImpl& operand, bool is_written, bool is_recorded) {
+  auto* meta = operand.autograd_meta();
+  if (meta == nullptr) return false;
+  const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+      const_cast<LazyImpl*>(&operand)));
+  auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  if (view == nullptr || !view->has_bw_view()) return false;
+  if (!tensor.requires_grad() && !(is_written && is_recorded)) return false;
+  const LazyImpl* base = as_lazy(view->get_backward_view().base_.unsafeGetTensorImpl());
+  if (base == nullptr) return false;
+  if (base->rebinds().num_of_base != operand.rebinds().num_of_base) return true;
+  auto version = operand.rebinds().version;
+  return version >= 0 && (is_written || version != static_cast<int64_t>(tensor._version()));
+}
+
+void refuse_stale_views(const Site& site, const Call& call) {
+  if (!at::GradMode::is_enabled()) return;
+  bool is_recorded = std::any_of(call.operands.begin(), call.operands.end(), [](const LazyImpl* operand) {
+    return operand->requires_grad();
+  });
+  for (size_t i = 0; i < call.operands.size(); ++i) {
+    // Every op that writes writes its first operand.
+    if (is_stale_view(*call.operands[i], site.traits.is_writing && i == 0, is_recorded)) {
+      call_python([&] { python().refuse_view(site.op); });
+    }
+  }
+}
+
 [[noreturn]] void raise(const OperandError& error) {
   call_python([&] {
     // A copy: no barrier raises the failure again.
@@ -174,6 +209,18 @@ void check_numbers(const Site& site, c10::ArrayRef<IValue> values, const Line& l
     throw python_error();
   });
   std::abort();  // not reached
+}
+
+void note_rebind(LazyImpl& operand) {
+  const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(&operand));
+  auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  Rebinds& rebinds = operand.rebinds();
+  if (view == nullptr || !view->has_bw_view()) {
+    ++rebinds.num_of_base;
+  } else {
+    rebinds.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version()) + 1;
+  }
+  has_rebound = true;
 }
 
 // -- the hot path: no GIL ----------------------------------------------------------------------
@@ -191,7 +238,9 @@ Afterwards record(
   }
   size_t num_new = made.size() - decision->rebinds.size();
   for (size_t i = 0; i < decision->rebinds.size(); ++i) {
-    call.operands[decision->rebinds[i]]->retype(std::move(made[num_new + i]));
+    LazyImpl* operand = call.operands[decision->rebinds[i]];
+    operand->retype(std::move(made[num_new + i]));
+    note_rebind(*operand);
   }
   c10::SmallVector<at::Tensor, 4> results;
   for (const auto& [kind, number] : decision->results) {
@@ -242,6 +291,7 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (site.mode == Mode::kToCopy && copy_from_host(op, stack)) return;
   Call call;
   if (!call.read(site.traits, values)) return run_handler(site, op, values, stack);
+  if (has_rebound) refuse_stale_views(site, call);
   if (site.mode == Mode::kDetach) {
     at::Tensor other = make_view(call.operands[0]->handle(), *call.operands[0]);
     torch::jit::drop(*stack, num_arguments);
@@ -301,7 +351,7 @@ void keep(c10::RegistrationHandleRAII handle) {
 void install(const py::object& dispatch) {
   auto method = [&](const char* name) { return py::object(dispatch.attr(name)); };
   python() = {
-      dispatch, method("traits"), method("decide"), method("check_numbers"),
+      dispatch, method("traits"), method("decide"), method("check_numbers"), method("refuse_view"),
       method("run_now"), method("run_handler"), method("source"), method("on_full"), method("on_draw"), method("refuse")};
 }
 
