@@ -27,7 +27,7 @@ from typing import Any
 
 from . import metrics, timeline
 from .config import settings
-from .errors import ClosureError, LazyStepError, QueueFullError, WaitTimeoutError
+from .errors import ClosureError, LazyStepError, QueueFullError, WaitTimeoutError, mark_reported
 from .openmp import set_num_threads
 
 Closure = Callable[[], Any]
@@ -179,9 +179,16 @@ class AsyncClosureHandler(ClosureHandler):
         """Raise the first failure since the last call, with the other failures as notes."""
         failures = self.take_failures()
         if failures:
+            for failure in failures:
+                mark_reported(failure)  # and the failed step that a closure has read
             for other in failures[1:]:
                 failures[0].add_note(f"also: {other}")
             raise failures[0]
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a closure has failed since failures were last raised or taken."""
+        return bool(self._failures)
 
     @property
     def num_waiting(self) -> int:

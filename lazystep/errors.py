@@ -17,6 +17,29 @@ class LazyStepError(RuntimeError):
             print(error)        # what happened, which op, which line, and what to do
     """
 
+    # Whether the user has seen this failure: then no barrier raises it.
+    is_reported = False
+
+
+def report(error: LazyStepError) -> LazyStepError:
+    """A copy of a kept failure, to be raised to the user. No barrier raises the failure or its causes again.
+
+    A copy, because tracebacks pile up on an exception that is raised again and again.
+    """
+    mark_reported(error)
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def mark_reported(error: BaseException) -> None:
+    """The user gets to see this failure. Its causes are told in its message."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LazyStepError):
+            cause.is_reported = True
+        cause = cause.__cause__
+
 
 class ConfigError(LazyStepError, ValueError):
     """A setting has an invalid value. The message names the setting and its environment variable.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from . import metrics, timeline
 from .config import settings
-from .errors import LazyStepError
+from .errors import report
 from .execute.executor import Executor, report_dropped
 from .execute.run import Run
 from .interrupts import uninterrupted
@@ -203,8 +203,7 @@ class Runtime:
         metrics.add_seconds("waiting", time.perf_counter() - start)
         error = find_error(handles)
         if error is not None:
-            self._forget_failure(error)
-            raise _again(error)
+            raise report(error)
 
     def synchronize_all(self) -> None:
         """Run what is recorded and wait until the executor is idle. Raises what failed."""
@@ -212,10 +211,10 @@ class Runtime:
         self.executor.wait_idle()
         self.raise_failures()
 
-    def _forget_failure(self, error: LazyStepError) -> None:
-        """A failure that a read reports is not reported again by the next barrier."""
-        rest = [e for e in self.executor.take_failures() if e is not error]
-        self.executor.put_back(rest)
+    def drain(self) -> None:
+        """Run what is recorded and wait until the executor is idle. Failures stay for the next barrier."""
+        self.flush()
+        self.executor.wait_idle()
 
     def raise_failures(self) -> None:
         """Raise what has failed in the background since the last call: the first, with the rest as notes."""
@@ -246,13 +245,6 @@ class Runtime:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-
-
-def _again(error: LazyStepError) -> LazyStepError:
-    # A fresh object per raise: tracebacks pile up on an exception that is raised again and again.
-    copy = type(error)(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy
 
 
 runtime: Runtime = Runtime()

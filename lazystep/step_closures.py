@@ -114,6 +114,8 @@ class DeviceContext:
         self._async: list[StepClosure] = []
         # Closures of ended steps, for `run_closures`. The async ones are already frozen.
         self._ended: list[tuple[list[StepClosure], list[StepClosure]]] = []
+        # Async closures of ended steps that are not queued yet.
+        self._held: list[StepClosure] = []
 
     def __repr__(self) -> str:
         return f"DeviceContext({self.device!r})"
@@ -170,16 +172,36 @@ class DeviceContext:
     def run_closures(self) -> None:
         """Queue the async closures of ended steps, then run the sync closures. Call after the barrier.
 
+        If an earlier async closure has failed, this barrier raises the error (`async_failures`), and the new
+        async closures are kept for the next barrier or flush.
+
         If a sync closure raises, the remaining ones still run, and then its exception is raised here. Blocks
         while the async queue is full and its policy is to wait.
         """
         with self._lock:
             ended, self._ended = self._ended, []
         sync_closures = [closure for _, closures in ended for closure in closures]
-        for closure in [closure for closures, _ in ended for closure in closures]:
-            self.async_handler.put(closure)
+        with self._lock:
+            self._held += [closure for closures, _ in ended for closure in closures]
+        handler = self._async_handler
+        if handler is None or not handler.has_failures:
+            self._queue_held()
         metrics.count("closures_run_sync", len(sync_closures))
         self.sync_handler(sync_closures)
+
+    def _queue_held(self) -> None:
+        """Queue the async closures of ended steps."""
+        while True:
+            with self._lock:
+                if not self._held:
+                    return
+                closure = self._held.pop(0)
+            self.async_handler.put(closure)
+
+    def flush(self, timeout: float | None) -> None:
+        """See `flush_step_closures`."""
+        self._queue_held()
+        self.async_handler.flush(timeout)
 
     def async_failures(self) -> None:
         """Raise the errors of async closures since the last call. Does not wait."""
@@ -187,14 +209,19 @@ class DeviceContext:
             self._async_handler.raise_failures()
 
     def num_pending(self) -> int:
-        """The number of async closures that are queued or running."""
+        """The number of async closures of ended steps that have not finished."""
         handler = self._async_handler
-        return 0 if handler is None else handler.num_waiting + (handler._running is not None)
+        queued = 0 if handler is None else handler.num_waiting + (handler._running is not None)
+        return queued + len(self._held)
 
     def close(self, timeout: float) -> list[str]:
         """Wait up to `timeout` seconds for async closures. Returns the names of closures that did not run."""
         handler = self._async_handler
+        # Not `_queue_held`, which may wait for a place in the queue for longer than the timeout.
+        while self._held and handler is not None and handler.num_waiting < handler.max_queue_size:
+            handler.put(self._held.pop(0))
         dropped = handler.close(timeout) if handler is not None else []
+        dropped += [closure.description for closure in self._held]
         rest = [closure for closures in self.take() for closure in closures]
         for closure in rest:
             closure.step = self.step + 1
@@ -262,7 +289,7 @@ def flush_step_closures(timeout: float | None = None) -> None:
         lazystep.mark_step()
         lazystep.flush_step_closures(timeout=30)        # at the end of training, or before a report
     """
-    get_device_context().async_handler.flush(timeout)
+    get_device_context().flush(timeout)
 
 
 def step_closure(run_async: bool = False, every: int = 1) -> Callable[[F], F]:

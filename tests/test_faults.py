@@ -9,12 +9,14 @@ import textwrap
 import threading
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import lazystep
 from lazystep import config, metrics
+from lazystep.execute.executor import Executor
 from tests.helpers import run_python
 
 
@@ -334,3 +336,76 @@ def test_torchs_own_lazy_backend_is_refused() -> None:
             print(type(error).__name__, error)
     """)
     assert done.stdout.startswith("LazyStepError torch's own TorchScript lazy backend"), done.stderr
+
+
+def test_failure_that_a_read_of_half_updated_memory_has_raised_is_not_raised_by_the_barrier() -> None:
+    touched = torch.zeros(3).to("lazy")
+    touched.add_(1)
+    keep = failing(torch.ones(3, device="lazy"), True)
+    with pytest.raises(lazystep.StepError, match="half updated"):
+        touched.tolist()
+    lazystep.mark_step(wait=True)
+    del keep
+
+
+def test_failure_that_an_op_or_a_write_has_raised_is_not_raised_by_the_barrier(runtime: Any) -> None:
+    for use in (lambda t: t + 1, lambda t: t[:1].zero_()):
+        touched = torch.zeros(3).to("lazy")
+        touched.add_(1)
+        keep = failing(torch.ones(3, device="lazy"), True)
+        runtime.flush()
+        runtime.executor.wait_idle()
+        with pytest.raises(lazystep.StepError, match="half updated"):
+            use(touched)
+        lazystep.mark_step(wait=True)
+        del keep
+
+
+def test_failure_that_a_closure_has_read_is_raised_by_the_flush_and_not_by_the_barrier(runtime: Any) -> None:
+    bad = failing(torch.ones(2, device="lazy"), True)
+    lazystep.add_step_closure(print, (bad,), run_async=True)
+    context = lazystep.get_device_context()
+    runtime.flush(context)
+    context.run_closures()
+    with pytest.raises(lazystep.ClosureError, match="injected"):
+        lazystep.flush_step_closures(30)
+    lazystep.mark_step(wait=True)
+
+
+def test_other_failures_are_still_raised_after_a_read(runtime: Any) -> None:
+    first = failing(torch.ones(2, device="lazy"), True)
+    runtime.flush()
+    second = failing(torch.ones(3, device="lazy"), True)
+    runtime.flush()
+    with pytest.raises(lazystep.StepError, match="injected"):
+        first.tolist()
+    runtime.executor.wait_idle()
+    with pytest.raises(lazystep.StepError, match="injected"):
+        lazystep.mark_step()
+    del second
+
+
+def test_step_that_fails_inside_the_executor_is_reported_once(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise TypeError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lazystep.tiers.tiered.TieredExecutable.run", broken)
+        y = torch.ones(5, device="lazy") * 7
+        with pytest.raises(lazystep.StepError, match="a bug of ours"):
+            y.tolist()
+    lazystep.mark_step(wait=True)
+
+
+def test_step_behind_the_end_of_the_executor_fails_as_any_other() -> None:
+    run: Any = mock.Mock(step=1, num_threads=torch.get_num_threads())
+    run.execute.side_effect = TypeError("a bug of ours")
+    run.executable.program.instructions = ()
+    executor = Executor()
+    executor.close(1.0)
+    executor.submit(run)
+    run.abandon.assert_called_once()
+    (failure,) = executor.take_failures()
+    assert "a bug of ours" in str(failure)

@@ -348,16 +348,18 @@ class Replay:
         self._host_state = [names[array] for array in arrays.values()]
         return writer.finish(self._expressions, epilogue)
 
-    def predict(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """The scalars that a replay would use, without advancing any count. None if a replay would refuse."""
+    def predict(self, leaves: Sequence[Any]) -> list[Any] | str:
+        """The scalars that a replay would use, without advancing any count; or why a replay would refuse."""
         before = [number[0] for number in self._host_state]
         try:
             numbers = self._evaluate(leaves)
-        except (ArithmeticError, ValueError):
+            refusal = "a comparison of numbers comes out differently, or equal step counts have diverged"
+        except (ArithmeticError, ValueError) as error:
             numbers = None
+            refusal = f"arithmetic on its numbers fails ({type(error).__name__}: {error})"
         for number, value in zip(self._host_state, before, strict=True):
             number[0] = value
-        return None if numbers is None else numbers[: len(self._program.scalars)]
+        return refusal if numbers is None else numbers[: len(self._program.scalars)]
 
     # -- running ---------------------------------------------------------------------------------------
 

@@ -342,7 +342,7 @@ def _agree(earlier: RecordedCall, call: RecordedCall) -> bool:
     )
 
 
-def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] | None) -> str:
+def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] | str) -> str:
     if call.reason:
         return call.reason
     assert call.program is not None
@@ -350,8 +350,8 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
         old = replay.variant.executable.program
         return first_difference(old, call.program.variant.executable.program) or "it takes other inputs"
     actual = [value for value, _ in call.scalars]
-    if predicted is None:
-        return "a comparison comes out differently"
+    if isinstance(predicted, str):
+        return predicted
     used = replay.variant.executable.program.used_slots()
     for slot in sorted(used):
         if predicted[slot] != actual[slot]:

@@ -12,6 +12,7 @@ is loaded.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -117,8 +118,13 @@ class LibraryCache:
             _sync(keep / _MANIFEST)
             _sync(keep)
             self.remove(key)
-            with contextlib.suppress(FileExistsError):  # another process was faster, with an equal entry
+            try:
                 os.replace(keep, self._entries / key)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # Another process was faster, with an equal entry.
+                shutil.rmtree(keep, ignore_errors=True)
             _sync(self._entries)
         except OSError as error:
             raise CacheError(f"the cache directory {self.root} can't be written: {error}") from error
@@ -134,12 +140,15 @@ class LibraryCache:
             (self._entries / key / _CHECKED).touch()
 
     def remove(self, key: str) -> None:
-        """Remove an entry atomically: it is renamed first, then deleted."""
+        """Remove an entry atomically: it is renamed first, then deleted. Raises `CacheError` if it can't."""
         entry = self._entries / key
         if entry.is_dir() and not entry.is_symlink():
-            trash = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._temporary))
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                os.replace(entry, trash / key)
+            try:
+                trash = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._temporary))
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
+                    os.replace(entry, trash / key)
+            except OSError as error:
+                raise CacheError(f"the cache entry {key} in {self.root} can't be removed: {error}") from error
             shutil.rmtree(trash, ignore_errors=True)
 
     def evict(self, limit: int, keep: str = "") -> list[str]:

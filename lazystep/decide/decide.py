@@ -4,6 +4,8 @@ Receives an op and its arguments, with an `Operand` in place of every lazy tenso
 `Decision`, which the recorder keeps under the call's key. Nothing here knows tensor classes, recordings or
 values.
 
+C++ calls this with the user's modes off (src/modes.h): a decision holds for later calls without them.
+
 Ops that are cheap to try run once on zeros (`trial`). The others are inferred on fake CPU tensors, and
 small ones are tried as well: a trial gives the strides of the real kernel, and finds ops that have no kernel
 for the data type while the user's line is still on the stack.
@@ -12,9 +14,11 @@ for the data type while the user's line is still on the stack.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +31,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..eager import eager_dispatch
-from ..program.program import Arg, Ref, ScalarRef
+from ..program.program import Arg, Number, Ref, ScalarRef
 from ..program.types import TensorType
 from .decision import Action, Decision, Operand
 from .facts import OpFacts
 from .stand_ins import call, describe, make
-from .trial import is_cheap, is_due_behind_inference, run_trial
+from .trial import is_about_types, is_cheap, is_due_behind_inference, run_trial, try_numbers
 
 # Draws whose numbers depend on types and numbers, and on no tensor's values.
 _VALUE_FREE_DRAWS = frozenset(
@@ -65,6 +69,8 @@ _VALUE_FREE_DRAWS = frozenset(
     }.items()
     for overload in overloads.split()
 )
+
+_MAX_NUMBERS_TAKEN = 100
 
 _fake_mode = FakeTensorMode()
 _inferring = threading.local()
@@ -110,8 +116,8 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     )
     if is_cheap(facts.work, operands):
         with contextlib.suppress(NotImplementedError):  # results of another kind: inference says which
-            if run_trial(decision, operands, args, kwargs):
-                return decision
+            if run_trial(decision, operands, args, kwargs, is_value_free=True):
+                return _with_numbers(decision, operands, template.numbers)
     _inferring.active = True
     try:
         with eager_dispatch(), _fake_mode:
@@ -130,8 +136,66 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     finally:
         _inferring.active = False
     if is_due_behind_inference(decision, facts, operands):
-        run_trial(decision, operands, args, kwargs, raises=True)
+        run_trial(decision, operands, args, kwargs, is_value_free=False)
+    return _with_numbers(decision, operands, template.numbers)
+
+
+def check_numbers(facts: OpFacts, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what eager raises if the op does not take the numbers among these arguments, but took others.
+
+    Asked for numbers of a new kind: see [Note: numbers] in record/src/decision.h. An op that was not tried,
+    because it is large, is tried only if it does not take a number for certain; otherwise it is inferred.
+    """
+    template = _Template(facts)
+    for i, arg in enumerate(args):
+        template.build(arg, i in facts.number_positions)
+    for name, arg in kwargs.items():
+        template.build(arg, name in facts.number_names)
+    numbers = tuple(template.numbers)
+    if numbers in decision.numbers_taken:
+        return
+    if decision.was_tried or (facts.work is not None and _has_outside(numbers, decision.range)):
+        try_numbers(decision, template.operands, args, kwargs)
+    else:
+        _inferring.active = True
+        try:
+            with eager_dispatch(), _fake_mode:
+                call(facts.func, [make(o, torch.empty) for o in template.operands], args, kwargs)
+        except Exception as error:
+            if is_about_types(error):
+                try_numbers(decision, template.operands, args, kwargs)
+        finally:
+            _inferring.active = False
+    if len(decision.numbers_taken) >= _MAX_NUMBERS_TAKEN:
+        decision.numbers_taken.clear()
+    decision.numbers_taken.add(numbers)
+
+
+def _with_numbers(decision: Decision, operands: list[Operand], numbers: list[Number]) -> Decision:
+    """The decision, with the numbers that it is known to hold for."""
+    types = [o.type.dtype for o in operands] + [type_.dtype for type_, _, _ in decision.made]
+    # Every number has a truth value.
+    ranges = [_range_of(dtype) for dtype in types if dtype is not torch.bool]
+    if ranges:
+        decision.range = max(low for low, _ in ranges), min(high for _, high in ranges)
+    if decision.was_tried or not _has_outside(numbers, decision.range):
+        decision.numbers_taken.add(tuple(numbers))
     return decision
+
+
+@functools.cache
+def _range_of(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype.is_floating_point or dtype.is_complex:
+        limits = torch.finfo(dtype)
+        return limits.min, limits.max
+    integers = torch.iinfo(dtype)
+    # Rounded to a float, the largest int64 would be too large.
+    high = float(integers.max) if integers.bits <= 32 else math.nextafter(float(integers.max), 0.0)
+    return float(integers.min), high
+
+
+def _has_outside(numbers: Sequence[Number], range_: tuple[float, float]) -> bool:
+    return any(not isinstance(n, complex) and not range_[0] <= n <= range_[1] for n in numbers)
 
 
 def _draws_nothing(name: str, args: tuple[Any, ...]) -> bool:
@@ -161,6 +225,7 @@ class _Template:
         self.facts = facts
         self.operands: list[Operand] = []
         self.scalar_types: list[type] = []
+        self.numbers: list[Number] = []
 
     def build(self, arg: Any, is_number: bool) -> Arg:
         kind = type(arg)
@@ -173,6 +238,7 @@ class _Template:
             kind is float or kind is complex or (kind is int and is_number)
         ):
             self.scalar_types.append(kind)
+            self.numbers.append(arg)
             return ScalarRef(len(self.scalar_types) - 1)
         if kind is torch.device:
             return torch.device("cpu")

@@ -7,7 +7,8 @@ every later call with the same metadata.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..program.program import Arg
@@ -68,6 +69,12 @@ class Decision:
     structure: str = "one"  # "one", "tuple" or "list": how the op returns its results
     writes: tuple[int, ...] = ()
     rebinds: tuple[Rebind, ...] = ()
+    # The numbers that each data type of the call can hold. See [Note: numbers] in record/src/decision.h.
+    range: tuple[float, float] = (-math.inf, math.inf)
+    # Whether the op has run on zeros or ones with some numbers.
+    was_tried: bool = False
+    # Numbers that are known to be taken, beside those of a kind that has been tried.
+    numbers_taken: set[tuple[Any, ...]] = field(default_factory=set)
 
     @property
     def made(self) -> tuple[tuple[TensorType, int, int], ...]:

@@ -29,9 +29,13 @@ _ALWAYS_TRIED = (
     "aten._embedding_bag.default",
     "aten._embedding_bag_forward_only.default",
     "aten.mkldnn_rnn_layer.default",
+    "lazystep.lstm_layer_without_grad.default",
 )
-# Errors that do not depend on values: they are raised at the user's line.
-_VALUE_FREE_ERROR = re.compile(r"not implemented for|scalar type|dtype|data type|unsupported operation")
+# Errors that do not depend on the values of tensors: they are raised at the user's line.
+_VALUE_FREE_ERROR = re.compile(
+    r"not implemented for|scalar type|dtype|data type|unsupported operation|can't be cast|complex|"
+    r"without overflow|negative integer powers|integral input|too many indices|Boolean (alpha|beta)"
+)
 
 
 def is_cheap(work: Work | None, operands: Sequence[Operand]) -> bool:
@@ -46,7 +50,7 @@ def is_cheap(work: Work | None, operands: Sequence[Operand]) -> bool:
 
 def is_due_behind_inference(decision: Decision, facts: OpFacts, operands: Sequence[Operand]) -> bool:
     """Whether an op that has been inferred is tried as well, because inference may be wrong about it."""
-    if not facts.name.startswith("aten."):
+    if not facts.name.startswith(("aten.", "lazystep.")):
         return False  # a custom op may do more than compute
     nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
     # Inference does not see that an op reads what it writes, or writes an element twice.
@@ -62,23 +66,58 @@ def run_trial(
     operands: list[Operand],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    raises: bool = False,
+    is_value_free: bool,
 ) -> bool:
     """Run an op on zeros, or ones, and note in `decision` what it did. False if it takes neither.
 
-    With `raises`, an error that does not depend on values is the caller's.
+    Raises an error that no values of tensors cause, and with `is_value_free` any error.
     """
+    try:
+        tensors, storages, out = _attempt(decision.func, operands, args, kwargs)
+    except Exception as error:
+        if is_value_free or _is_about_numbers(error):
+            raise
+        return False  # a value may be the cause: a singular matrix
+    describe(decision, operands, tensors, storages, out)
+    decision.was_tried = True
+    return True
+
+
+def try_numbers(
+    decision: Decision, operands: list[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run an op on zeros, or ones, with other numbers than before. Raises an error that the numbers cause."""
+    try:
+        _attempt(decision.func, operands, args, kwargs)
+    except Exception as error:
+        if decision.was_tried or _is_about_numbers(error):
+            raise
+
+
+def _attempt(
+    func: Any, operands: list[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[int], Any]:
+    """The operands, their storages and the results of a call on zeros, or on ones if it takes no zeros."""
+    first: Exception | None = None
     for factory in (torch.zeros, torch.ones):  # zero is a valid index, one a valid pivot
         tensors = make_all(operands, factory)
         storages = [t.untyped_storage()._cdata for t in tensors]
         try:
             with serial_dispatch():
-                out = call(decision.func, tensors, args, kwargs)
+                return tensors, storages, call(func, tensors, args, kwargs)
         except Exception as error:
-            # A value may be the cause (a singular matrix). Types and overlapping memory are not values.
-            if raises and isinstance(error, RuntimeError) and _VALUE_FREE_ERROR.search(str(error)):
-                raise
-            continue
-        describe(decision, operands, tensors, storages, out)
-        return True
-    return False
+            first = first or error
+            if is_about_types(error):
+                break
+    assert first is not None
+    raise first
+
+
+def is_about_types(error: Exception) -> bool:
+    """Whether types, shapes, numbers or overlapping memory cause an error, and not the values of tensors."""
+    return bool(_VALUE_FREE_ERROR.search(str(error)))
+
+
+def _is_about_numbers(error: Exception) -> bool:
+    # Ones are no zeros, so a call that fails on ones divides by a number.
+    return is_about_types(error) or "ZeroDivisionError" in str(error)

@@ -15,6 +15,7 @@ import torch
 from ..decide.facts import is_composite
 from ..openmp import thread_setter_address
 from ..ops.dispatch import COMPOSITES, OpDispatch
+from ..program.own_ops import LSTM_LAYER_WITHOUT_GRAD
 from ..record import _recorder
 from ..record.recorder import Recorder
 
@@ -27,7 +28,7 @@ def register(recorder: Recorder) -> None:
     """Catch every op on lazy tensors in C++, and take CPU's branch in composites. Once per process."""
     _recorder.install(OpDispatch(recorder), thread_setter_address())
     _recorder.register_fallback()
-    named = [func.name() for func in [*_factories(), *_half_composites(), *COMPOSITES]]
+    named = [f.name() for f in [*_factories(), *_half_composites(), *COMPOSITES, LSTM_LAYER_WITHOUT_GRAD]]
     for name in dict.fromkeys([*_ops_with_explicit_kernels(), *named]):
         _register(name)
     for packet in ("_sparse_compressed_tensor_unsafe", "_sparse_csr_tensor_unsafe"):

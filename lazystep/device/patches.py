@@ -17,6 +17,7 @@ from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOpti
 from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..errors import UnsupportedError
+from ..record.recorder import Recorder
 from ..record.tensor import DEVICE, is_lazy
 
 
@@ -173,6 +174,26 @@ class _LazyBoundStorage(torch.UntypedStorage):
     def device(self) -> Any:  # type: ignore[override]
         """Where the tensors shall be made."""
         return DEVICE
+
+
+def end_steps_before_global_settings_change(recorder: Recorder) -> None:
+    """Kernels read torch's global settings when they run, and queued ops run later than eager would run them.
+
+    So the recording is queued and the queue is waited for before a setting changes.
+    """
+
+    def wait_before(name: str) -> None:
+        @_wrapping(torch, name)
+        def change(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.is_forked:
+                recorder.barrier.drain()
+            return original(*args, **kwargs)
+
+    wait_before("set_default_dtype")
+    wait_before("set_default_tensor_type")
+    wait_before("use_deterministic_algorithms")
+    wait_before("set_deterministic_debug_mode")
+    wait_before("set_float32_matmul_precision")
 
 
 def load_to_the_lazy_device() -> None:

@@ -60,9 +60,10 @@ class Executor:
                     self._thread.start()
                 self._condition.notify_all()
                 return
-        failure = run.execute()
+        failure = _execute(run)
         if failure is not None:
-            self._failures.append(failure)
+            with self._condition:
+                self._keep(failure)
 
     def wait_for_room(self) -> None:
         """Block until a step may be submitted, at most for the setting `wait_timeout`."""
@@ -73,18 +74,18 @@ class Executor:
         self._wait(lambda: self.num_in_flight == 0, "queued steps")
 
     def take_failures(self) -> list[LazyStepError]:
-        """The failures since the last call. Each failure is returned once."""
+        """The failures since the last call that no read has reported. Each failure is returned once."""
         if not self._failures:
             return []
         with self._condition:
             failures, self._failures = self._failures, []
-        return failures
+        # Looked at here and not where a read reports: the read may wake before the failure is in the list.
+        return [failure for failure in failures if not failure.is_reported]
 
-    def put_back(self, failures: list[LazyStepError]) -> None:
-        """Keep failures that were taken but not raised, for the next `take_failures`."""
-        if failures:
-            with self._condition:
-                self._failures = failures + self._failures
+    def _keep(self, failure: LazyStepError) -> None:
+        """Keep a failure for `take_failures`. Needs the lock."""
+        metrics.count("steps_failed")
+        self._failures.append(failure)
 
     def close(self, timeout: float) -> list[Run]:
         """Wait up to `timeout` seconds for queued steps, then end the thread. Returns the dropped steps."""
@@ -132,8 +133,7 @@ class Executor:
             with self._condition:
                 self._running = None
                 if failure is not None:
-                    metrics.count("steps_failed")
-                    self._failures.append(failure)
+                    self._keep(failure)
                 self._condition.notify_all()
                 while not self._queue and not self._closed:
                     self._condition.wait()
@@ -145,7 +145,7 @@ class Executor:
 
 
 def _execute(run: Run) -> LazyStepError | None:
-    """Run a step on the executor thread. Returns its failure, or None."""
+    """Run a step on the calling thread. Returns its failure, or None."""
     # `set_num_threads` on the training thread does not change this thread's number.
     if torch.get_num_threads() != run.num_threads:
         torch.set_num_threads(run.num_threads)
@@ -156,7 +156,7 @@ def _execute(run: Run) -> LazyStepError | None:
     except BaseException as error:  # a bug of lazystep: it must end the step, not the thread
         failure = LazyStepError(f"step {run.step} failed inside lazystep: {error!r}")
         failure.__cause__ = error
-        run.abandon(str(failure))
+        run.abandon(str(failure), failure)
     end = time.perf_counter()
     metrics.add_seconds("executing", end - start)
     if timeline.active is not None:

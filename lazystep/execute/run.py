@@ -108,9 +108,11 @@ class Run:
         self._finish(RunState.DONE)
         return None
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, cause: LazyStepError | None = None) -> None:
         """End without having run."""
-        self._fail(StepError(f"step {self.step} did not run: {reason}"), -1)
+        error = StepError(f"step {self.step} did not run: {reason}")
+        error.__cause__ = cause
+        self._fail(error, -1)
 
     def wait(self) -> None:
         """Block until the run has ended. Bounded by the setting `wait_timeout`."""

@@ -9,6 +9,7 @@ from torch._prims_common import make_contiguous_strides_for
 
 from .. import metrics
 from ..eager import serial_dispatch
+from ..errors import report
 from ..record import observer
 from ..record.handle import Handle, handle_of_host_tensor
 from ..record.recorder import Recorder
@@ -65,7 +66,7 @@ def _forgive(handle: Handle) -> None:
     type_ = handle.type
     is_dense = type_.offset == 0 and type_.stride == make_contiguous_strides_for(type_.shape)
     if not is_dense or type_.extent != handle.memory.nbytes:
-        raise error
+        raise report(error)
     handle.memory.error = None
 
 

@@ -7,20 +7,25 @@ tensors of other devices (`run_handler`), and for the user's line of a new instr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .. import metrics
 from ..config import settings
-from ..decide.decide import decide
+from ..decide.decide import check_numbers, decide
 from ..decide.decision import Action, Decision, Operand
 from ..decide.facts import OpFacts
+from ..errors import UnsupportedError
+from ..program.own_ops import HISTC_OF_INTEGERS
 from ..program.program import Source
+from ..record import _recorder
 from ..record._recorder import Mode
 from ..record.recorder import Recorder
 from ..record.source import user_line, user_source
-from ..record.tensor import find_handle
+from ..record.tensor import find_handle, is_lazy
 from . import copies, draws  # noqa: F401 - their handlers
 from .cpu_branch import KERNELS, run_composite
 from .draws import draw
@@ -69,24 +74,25 @@ class OpDispatch:
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """See `Dispatch.decide`. Raises eager's error, with the op and the user's line in a note."""
-        if func is _aten.copy_.default:
-            args = args[:2]  # there is nothing to block on
-        elif func is _aten._to_copy.default:
-            kwargs.pop("non_blocking", None)
+        if func is _aten.histc.default and _is_integral(args[0].dtype):
+            func = HISTC_OF_INTEGERS
         facts = self.facts_of(func)
-        to_operand = _Operands(bool(facts.writes), [*args, *kwargs.values()])
-        taken = tuple(map(to_operand, args))
-        taken_kwargs = {name: to_operand(arg) for name, arg in kwargs.items()}
-        try:
+        with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
             return decide(facts, taken, taken_kwargs)
-        except Exception as error:
-            # Eager's error names neither the op nor the user's line.
-            shown = [str(_shown(a)) for a in taken] + [f"{k}={_shown(v)}" for k, v in taken_kwargs.items()]
-            error.add_note(
-                f"lazystep: raised while recording {facts.name}({', '.join(shown)}) at {user_line()}. "
-                "Eager raises this on CPU tensors, too. The op was not recorded: change its arguments there."
-            )
-            raise
+
+    def check_numbers(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Dispatch.check_numbers`. Raises as `decide` does."""
+        facts = self.facts_of(decision.func)
+        with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
+            check_numbers(facts, decision, taken, taken_kwargs)
+
+    def refuse_view(self, func: Any) -> None:
+        """See `Dispatch.refuse_view`."""
+        raise UnsupportedError(
+            f"{func} at {user_line()}: an operand is a view. The view, or the tensor that it is a view of, "
+            "has got another shape or other strides in place since (t_, unsqueeze_, as_strided_). Its "
+            "gradient would not be eager's. Use t(), unsqueeze() or as_strided(), or make the view after it."
+        )
 
     def run_now(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Dispatch.run_now`."""
@@ -150,6 +156,37 @@ def _lift(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return args[0]
 
 
+@contextmanager
+def _operands_of(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments with `Operand`s in place of lazy tensors. Adds op and line to an error of the block."""
+    if facts.func is _aten.copy_.default:
+        args = args[:2]  # there is nothing to block on
+    elif facts.func is _aten._to_copy.default:
+        kwargs.pop("non_blocking", None)
+    to_operand = _Operands(bool(facts.writes), [*args, *kwargs.values()])
+    taken = tuple(map(to_operand, args))
+    taken_kwargs = {name: to_operand(arg) for name, arg in kwargs.items()}
+    try:
+        yield taken, taken_kwargs
+    except Exception as error:
+        # Eager's error names neither the op nor the user's line.
+        shown = [str(_shown(a)) for a in taken] + [f"{k}={_shown(v)}" for k, v in taken_kwargs.items()]
+        error.add_note(
+            f"lazystep: raised while recording {facts.name}({', '.join(shown)}) at {user_line()}. "
+            "Eager raises this on CPU tensors, too. The op was not recorded: change its arguments there."
+        )
+        tensors = [arg for arg in args if is_lazy(arg)]
+        if any(map(_recorder.has_changed_shape_in_place, tensors)):
+            error.add_note(
+                "lazystep: an operand has got another shape or other strides in place (t_, unsqueeze_). If "
+                "this line uses a view that was made before that, autograd repeats the view's ops here, "
+                "which eager does not. Use t() or unsqueeze(), or make the view after it."
+            )
+        raise
+
+
 class _Operands:
     """Replaces lazy tensors by `Operand`s, numbered by the memory that they share if the op writes."""
 
@@ -164,6 +201,10 @@ class _Operands:
         if handle is not None:
             return Operand(handle.type, handle.memory.nbytes, next(self._groups))
         return [self(a) for a in arg] if type(arg) in (list, tuple) else arg
+
+
+def _is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _shown(arg: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ..decide.facts import is_composite
+from ..program.own_ops import LSTM_LAYER_WITHOUT_GRAD
 from ..record.tensor import DEVICE, is_lazy
 from .cpu_branch import run_composite
 from .host import from_host
@@ -44,6 +46,8 @@ class CpuFacade(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            return run_composite(func, args, kwargs or {})  # its parts may ask, too
         facades: dict[int, CpuFacade] = {}
 
         def unwrap(arg: Any) -> Any:
@@ -57,9 +61,16 @@ class CpuFacade(torch.Tensor):
         def wrap(out: Any) -> Any:
             if not is_lazy(out):
                 return out
-            return facades[id(out)] if id(out) in facades else _facade(out)
+            if id(out) in facades:
+                return facades[id(out)]
+            # Under inference mode, a view of an ordinary tensor requires gradients if its base does.
+            is_view = torch.is_inference_mode_enabled() and not out.is_inference()
+            return _facade(out).requires_grad_(is_view and any(f.requires_grad for f in facades.values()))
 
         lazy_args, lazy_kwargs = tree_map(unwrap, (args, kwargs or {}))
+        if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():
+            # The kernel reads the grad mode, and without gradients it returns no workspace.
+            return *map(wrap, LSTM_LAYER_WITHOUT_GRAD(*lazy_args)), None
         out = func(*lazy_args, **lazy_kwargs)
         if func._schema.is_mutable:
             for facade in facades.values():
@@ -68,14 +79,16 @@ class CpuFacade(torch.Tensor):
 
 
 def _facade(tensor: torch.Tensor) -> CpuFacade:
-    facade: CpuFacade = torch.Tensor._make_wrapper_subclass(
-        CpuFacade,
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        dtype=tensor.dtype,
-        device=torch.device("cpu"),
-    )
+    # Under inference mode, ordinary tensors and their views stay ordinary tensors.
+    with torch.inference_mode() if tensor.is_inference() else torch.inference_mode(False):
+        facade: CpuFacade = torch.Tensor._make_wrapper_subclass(
+            CpuFacade,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            dtype=tensor.dtype,
+            device=torch.device("cpu"),
+        )
     facade._lazy = tensor
     return facade
 
@@ -105,12 +118,21 @@ class _Leave(torch.autograd.Function):
         return _Enter.apply(grad)
 
 
+def _enter(tensor: torch.Tensor) -> Any:
+    if torch.is_grad_enabled():
+        return _Enter.apply(tensor)
+    # No gradient flows, but composites ask `requires_grad` without asking for the grad mode: `matmul` does.
+    return _facade(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
 def _on_facades(func: Any) -> Callable[..., Any]:
     """A kernel for the composite `func` that takes the branch of CPU tensors."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda arg: _Enter.apply(arg) if is_lazy(arg) else arg, (args, kwargs))
-        out = run_composite(func, args, kwargs)
+        args, kwargs = tree_map(lambda arg: _enter(arg) if is_lazy(arg) else arg, (args, kwargs))
+        # Autocast takes no lazy tensors. It would take the facades for CPU tensors.
+        with torch._C._DisableAutocast():
+            out = run_composite(func, args, kwargs)
         return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
 
     return kernel

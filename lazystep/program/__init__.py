@@ -1,4 +1,4 @@
 """Programs: a step as pure data.
 
-Reading order: types, program, verify, prune, printer, difference, serialize, signature.
+Reading order: types, own_ops, program, verify, prune, printer, difference, serialize, signature.
 """

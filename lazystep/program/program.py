@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import own_ops  # noqa: F401 - `resolve_op` finds them
 from .types import TensorType
 
 

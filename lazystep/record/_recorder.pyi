@@ -73,6 +73,7 @@ class Handles(Generic[_H]):
         """The handles that an earlier failure may concern. In the steady state there are none."""
 
 def is_lazy(obj: object) -> bool: ...
+def has_changed_shape_in_place(tensor: torch.Tensor) -> bool: ...
 def find_handle(obj: object) -> Handle | None: ...
 def find_handles(objects: list[Any]) -> list[Handle | None]: ...
 def have_handles(objects: list[Any], handles: list[Handle]) -> bool: ...
@@ -185,6 +186,12 @@ class Dispatch(Protocol):
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """What to do with a call whose key is new."""
+
+    def check_numbers(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if the op does not take numbers of this kind. See [Note: numbers] in src/decision.h."""
+
+    def refuse_view(self, func: Any) -> None:
+        """Raise, because an operand is a stale view. See [Note: stale views] in src/kernel.cpp."""
 
     def run_now(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that is not recorded: a draw, or an op that needs values."""

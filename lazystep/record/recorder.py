@@ -29,6 +29,9 @@ class Barrier(Protocol):
     def synchronize_all(self) -> None:
         """Run the current recording and wait for every queued step."""
 
+    def drain(self) -> None:
+        """Run the current recording and wait for every queued step. Raises no step's failure."""
+
     def on_full(self) -> None:
         """The current recording has reached the setting `max_instructions`."""
 

@@ -157,6 +157,49 @@ def test_async_error_is_raised_at_the_next_barrier_naming_closure_step_and_place
     lazystep.mark_step()
 
 
+def test_async_closure_does_not_start_at_the_barrier_that_raises_an_earlier_failure() -> None:
+    ran: list[list[float]] = []
+    weight = torch.zeros(2).to("lazy")
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    def second(weight: torch.Tensor) -> None:
+        ran.append(weight.tolist())
+
+    lazystep.add_step_closure(fail, run_async=True)
+    lazystep.mark_step()
+    lazystep.get_device_context().async_handler.wait_idle(30)
+    weight.add_(1)
+    lazystep.add_step_closure(second, (weight,), run_async=True)
+    with pytest.raises(RuntimeError, match="injected"):
+        lazystep.mark_step()
+    lazystep.get_device_context().async_handler.wait_idle(30)
+    assert ran == []
+    # Nothing is lost: it runs after the next barrier, with the values of its own step.
+    weight.add_(1)
+    lazystep.mark_step()
+    lazystep.flush_step_closures(30)
+    assert ran == [[1.0, 1.0]]
+
+
+def test_flush_runs_the_closures_that_a_failure_has_held_back() -> None:
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    lazystep.add_step_closure(fail, run_async=True)
+    lazystep.mark_step()
+    lazystep.get_device_context().async_handler.wait_idle(30)
+    lazystep.add_step_closure(lambda: ran.append(1), run_async=True)
+    with pytest.raises(lazystep.ClosureError):
+        lazystep.mark_step()
+    assert lazystep.get_device_context().num_pending() == 1
+    lazystep.flush_step_closures(30)
+    assert ran == [1]
+
+
 def test_failed_step_reaches_its_closure_and_its_barrier() -> None:
     x = torch.ones(3, device="lazy").index_select(0, torch.tensor([7], device="lazy"))
     ran: list[int] = []

@@ -199,3 +199,31 @@ def test_lock_of_a_dead_process_does_not_block() -> None:
         assert may_build
         with opened.building("k") as again:
             assert not again
+
+
+def test_entry_that_another_process_published_meanwhile_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = cache()
+    replace = os.replace
+
+    def slow(source: Any, target: Any) -> None:
+        if Path(target).name == "twice" and Path(source).parent.name == Path(opened._temporary).name:
+            monkeypatch.undo()
+            fill("twice")
+        replace(source, target)
+
+    monkeypatch.setattr(cache_module.os, "replace", slow)
+    directory = opened.temporary_directory()
+    (directory / LIBRARY).write_bytes(b"library")
+    library = opened.publish("twice", directory, {"proxy_ops": []})
+    assert library.path.read_bytes() == b"library"
+
+
+def test_entry_that_cannot_be_removed_is_a_cache_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = fill("kept")
+
+    def refuse(**_: Any) -> str:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(cache_module.tempfile, "mkdtemp", refuse)
+    with pytest.raises(CacheError, match=r"kept .*can't be removed: .*Read-only"):
+        opened.remove("kept")

@@ -12,7 +12,7 @@ namespace {
 enum Tag : Word {
   kNone = 1, kTrue = 3, kFalse = 5, kInt = 7, kFloat = 9, kComplex = 11, kList = 13, kString = 15,
   kDevice = 17, kLiteralInt = 19, kLiteralFloat = 21, kLiteralComplex = 23, kInts = 25, kGroups = 27,
-  kBools = 29, kDefault = 31,
+  kBools = 29, kDefault = 31, kDefaultType = 33,
 };
 
 // A run of more shapes than this is better off forgetting all of them.
@@ -52,6 +52,10 @@ bool Call::read(const OpTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
     } else if (!add(arguments[i], traits.takes_number[i], traits.float_literals)) return false;
   }
   if (traits.is_writing && operands.size() > 1) add_shared_memory();
+  // An op that makes floats of integers or of nothing asks for torch's default data type.
+  if (auto default_type = at::typeMetaToScalarType(at::get_default_dtype()); default_type != at::kFloat) {
+    key.append({kDefaultType, static_cast<Word>(default_type)});
+  }
   if (traits.needs_nbytes) {
     for (LazyImpl* operand : operands) key.push_back(operand->handle()->memory->nbytes());
   }

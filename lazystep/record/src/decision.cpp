@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <cmath>
 #include <unordered_map>
 
 namespace lazystep {
@@ -14,7 +15,36 @@ std::unordered_map<PyObject*, Decision*>& decisions() {
   return *table;
 }
 
+// Kinds of numbers: a bit each. A number outside of the range is of no kind that is ever marked as tried.
+enum Kind : uint8_t { kOutside = 0, kNegative = 1, kZero = 2, kPositive = 4, kNan = 8, kInfinite = 16 };
+
+uint8_t kind_of(double number, const std::pair<double, double>& range) {
+  if (number > 0) return number <= range.second ? kPositive : std::isinf(number) ? kInfinite : kOutside;
+  if (number < 0) return number >= range.first ? kNegative : std::isinf(number) ? kInfinite : kOutside;
+  return number == 0 ? kZero : kNan;
+}
+
+uint8_t kind_of(const Number& number, const std::pair<double, double>& range) {
+  if (const double* real = std::get_if<double>(&number)) return kind_of(*real, range);
+  if (const int64_t* integer = std::get_if<int64_t>(&number)) {
+    return kind_of(static_cast<double>(*integer), range);
+  }
+  const auto& complex = std::get<c10::complex<double>>(number);
+  return kind_of(std::max(std::abs(complex.real()), std::abs(complex.imag())), range);
+}
+
 }  // namespace
+
+bool Decision::has_tried(c10::ArrayRef<Number> numbers) const {
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (!(kinds[i].load(std::memory_order_relaxed) & kind_of(numbers[i], range))) return false;
+  }
+  return true;
+}
+
+void Decision::set_tried(c10::ArrayRef<Number> numbers) const {
+  for (size_t i = 0; i < numbers.size(); ++i) kinds[i] |= kind_of(numbers[i], range);
+}
 
 Decision::~Decision() {
   if (!python || !Py_IsInitialized()) return;
@@ -51,6 +81,9 @@ Ptr<Decision> decision_from_python(PyObject* python) {
     decision->rebinds.push_back(rebind.attr("operand").cast<int64_t>());
   }
   for (auto operand : object.attr("writes")) decision->writes.push_back(operand.cast<int64_t>());
+  decision->range = object.attr("range").cast<std::pair<double, double>>();
+  decision->num_numbers = py::len(object.attr("scalar_types"));
+  decision->kinds = std::make_unique<std::atomic<uint8_t>[]>(decision->num_numbers);
   auto structure = object.attr("structure").cast<std::string>();
   decision->structure = structure == "one"   ? Decision::kOne
                         : structure == "tuple" ? Decision::kTuple

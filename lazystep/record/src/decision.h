@@ -1,8 +1,10 @@
 // A decision of record/decide.py, unpacked: all that is needed to record the op without Python.
 #pragma once
 
+#include <atomic>
 #include <complex>
 #include <cstdint>
+#include <memory>
 #include <variant>
 #include <vector>
 
@@ -34,6 +36,17 @@ struct Decision : c10::intrusive_ptr_target {
   std::vector<int64_t> rebinds;  // operands whose metadata the op changes
   std::vector<int64_t> writes;   // operands that the op writes
   Structure structure = kOne;
+  // [Note: numbers] Numbers are in no key, and an op may take some numbers and not others: 300 is no
+  // int8, and an integer has no power of -1. So Python tries the op again (`check_numbers`) for a
+  // number of a new kind: of another sign, infinite, or not within `range`. `kinds` are the kinds
+  // that have been tried, by the number's position.
+  std::pair<double, double> range;
+  std::unique_ptr<std::atomic<uint8_t>[]> kinds;
+  size_t num_numbers = 0;
+
+  // Whether numbers of these kinds have been tried.
+  bool has_tried(c10::ArrayRef<Number> numbers) const;
+  void set_tried(c10::ArrayRef<Number> numbers) const;
 
   ~Decision() override;
 };

@@ -110,7 +110,8 @@ LazyImpl::LazyImpl(Ptr<Handle> handle, const LazyImpl& base)
           c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(handle->memory)),
           base.key_set(),
           c10::scalarTypeToTypeMeta(handle->type->dtype)),
-      handle_(std::move(handle)) {
+      handle_(std::move(handle)),
+      rebinds_(base.rebinds_) {
   take_metadata();
 }
 
@@ -137,6 +138,7 @@ void LazyImpl::retype(Ptr<Handle> handle) {
 c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
   auto copy = c10::make_intrusive<LazyImpl>(handle_);
+  copy->rebinds_ = rebinds_;
   copy_tensor_metadata(this, copy.get(), version_counter, allow_tensor_metadata_change);
   return copy;
 }
@@ -144,6 +146,7 @@ c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
 c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
     c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const {
   auto copy = c10::make_intrusive<LazyImpl>(handle_);
+  copy->rebinds_ = rebinds_;
   copy_tensor_metadata(this, copy.get(), std::move(version_counter), allow_tensor_metadata_change);
   return copy;
 }
@@ -153,6 +156,7 @@ void LazyImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl
   TORCH_INTERNAL_ASSERT(other != nullptr, "a lazy tensor can take over another lazy tensor only");
   copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
   handle_ = other->handle_;
+  rebinds_ = other->rebinds_;
 }
 
 }  // namespace lazystep

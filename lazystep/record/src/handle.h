@@ -106,6 +106,15 @@ struct Handle : c10::intrusive_ptr_target {
   void release_resources() override;
 };
 
+// What `t_`, `unsqueeze_` and others have done to a tensor, as far as autograd has to know. A view takes over
+// the values of the tensor that it is a view of. See [Note: stale views] in kernel.cpp.
+struct Rebinds {
+  // How often the base has got another shape or other strides in place. In a view: when it was made.
+  int32_t num_of_base = 0;
+  // In a view that has got another shape in place, and in views of it: its version then. -1: it has not.
+  int64_t version = -1;
+};
+
 // A tensor on the lazy device.
 struct LazyImpl final : c10::TensorImpl {
   explicit LazyImpl(Ptr<Handle> handle);
@@ -116,6 +125,8 @@ struct LazyImpl final : c10::TensorImpl {
   const Ptr<Handle>& handle() const { return handle_; }
   // Stand for another value, as `t_`, `resize_` and `.data = ...` do.
   void retype(Ptr<Handle> handle);
+  Rebinds& rebinds() { return rebinds_; }
+  const Rebinds& rebinds() const { return rebinds_; }
 
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const override;
@@ -127,6 +138,7 @@ struct LazyImpl final : c10::TensorImpl {
   void take_metadata();
 
   Ptr<Handle> handle_;
+  Rebinds rebinds_;
 };
 
 // The lazy tensor behind an impl, or null. A sparse tensor of the Python class is none of ours.

@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
 
+#include "modes.h"
+
 namespace lazystep {
 
 namespace {
@@ -27,6 +29,7 @@ class Serial {
   SetNumThreads function_;
   int before_;
   at::AutoDispatchBelowADInplaceOrView below_autograd_;
+  NoModes no_modes_;
 };
 
 bool is_plain_cpu(const at::Tensor& tensor) {

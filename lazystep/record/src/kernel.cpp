@@ -4,6 +4,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/tensor_dtypes.h>
 #include <torch/csrc/utils/tensor_layouts.h>
@@ -12,6 +13,7 @@
 
 #include "call.h"
 #include "host.h"
+#include "modes.h"
 
 namespace lazystep {
 
@@ -23,7 +25,8 @@ using torch::jit::Stack;
 
 // The methods of the installed object, looked up once. Never destroyed: kernels outlive the interpreter.
 struct Python {
-  py::object dispatch, traits, decide, run_now, run_handler, source, on_full, on_draw, refuse;
+  py::object dispatch, traits, decide, check_numbers, refuse_view, run_now, run_handler, source, on_full, on_draw,
+      refuse;
 };
 
 Python& python() {
@@ -32,6 +35,8 @@ Python& python() {
 }
 
 std::atomic<bool> is_refused{false};
+// Whether an op has ever changed the shape or the strides of a tensor in place. See [Note: stale views].
+std::atomic<bool> has_rebound{false};
 std::atomic<uint64_t> calls_to_python{0};
 
 // What is known of an op, filled in at its first call.
@@ -113,9 +118,11 @@ void push(const c10::FunctionSchema& schema, const py::object& out, Stack* stack
   }
 }
 
-// Runs Python. An exception there goes on through torch's C++ as torch's own Python kernels' do.
+// Runs Python, with the user's modes off. An exception there goes on through torch's C++ as torch's own
+// Python kernels' do.
 template <typename Function>
 auto call_python(const Function& function) {
+  NoModes no_modes;
   py::gil_scoped_acquire gil;
   ++calls_to_python;
   try {
@@ -152,13 +159,67 @@ std::shared_ptr<const Line> decide(Site& site, c10::ArrayRef<IValue> values, con
   });
 }
 
+// Raises what eager raises for these numbers. See [Note: numbers].
+void check_numbers(const Site& site, c10::ArrayRef<IValue> values, const Line& line, const Call& call) {
+  call_python([&] {
+    auto [args, kwargs] = to_python(site.traits, values);
+    python().check_numbers(py::handle(line.python.get()), args, kwargs);
+  });
+  line.decision->set_tried(call.numbers);
+}
+
+// [Note: stale views] For most devices autograd differentiates a view as a view of its base's memory.
+// For lazy tensors it repeats the view's ops on the base; torch has a fixed list of devices. The two
+// agree unless the base, or the view itself, has got another shape in place since (`t_`).
+bool is_stale_view(const LazyImpl& operand, bool is_written, bool is_recorded) {
+  auto* meta = operand.autograd_meta();
+  if (meta == nullptr) return false;
+  const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+      const_cast<LazyImpl*>(&operand)));
+  auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  if (view == nullptr || !view->has_bw_view()) return false;
+  if (!tensor.requires_grad() && !(is_written && is_recorded)) return false;
+  const LazyImpl* base = as_lazy(view->get_backward_view().base_.unsafeGetTensorImpl());
+  if (base == nullptr) return false;
+  if (base->rebinds().num_of_base != operand.rebinds().num_of_base) return true;
+  auto version = operand.rebinds().version;
+  return version >= 0 && (is_written || version != static_cast<int64_t>(tensor._version()));
+}
+
+void refuse_stale_views(const Site& site, const Call& call) {
+  if (!at::GradMode::is_enabled()) return;
+  bool is_recorded = std::any_of(call.operands.begin(), call.operands.end(), [](const LazyImpl* operand) {
+    return operand->requires_grad();
+  });
+  for (size_t i = 0; i < call.operands.size(); ++i) {
+    // Every op that writes writes its first operand.
+    if (is_stale_view(*call.operands[i], site.traits.is_writing && i == 0, is_recorded)) {
+      call_python([&] { python().refuse_view(site.op); });
+    }
+  }
+}
+
 [[noreturn]] void raise(const OperandError& error) {
   call_python([&] {
-    PyObject* object = error.memory->error.get();
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object)), object);
+    // A copy: no barrier raises the failure again.
+    py::object copy = py::module_::import("lazystep.errors").attr("report")(
+        py::reinterpret_borrow<py::object>(error.memory->error.get()));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(copy.ptr())), copy.ptr());
     throw python_error();
   });
   std::abort();  // not reached
+}
+
+void note_rebind(LazyImpl& operand) {
+  const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(&operand));
+  auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  Rebinds& rebinds = operand.rebinds();
+  if (view == nullptr || !view->has_bw_view()) {
+    ++rebinds.num_of_base;
+  } else {
+    rebinds.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version()) + 1;
+  }
+  has_rebound = true;
 }
 
 // -- the hot path: no GIL ----------------------------------------------------------------------
@@ -176,7 +237,9 @@ Afterwards record(
   }
   size_t num_new = made.size() - decision->rebinds.size();
   for (size_t i = 0; i < decision->rebinds.size(); ++i) {
-    call.operands[decision->rebinds[i]]->retype(std::move(made[num_new + i]));
+    LazyImpl* operand = call.operands[decision->rebinds[i]];
+    operand->retype(std::move(made[num_new + i]));
+    note_rebind(*operand);
   }
   c10::SmallVector<at::Tensor, 4> results;
   for (const auto& [kind, number] : decision->results) {
@@ -228,6 +291,7 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (site.mode == Mode::kToCopy && copy_from_host(op, stack)) return;
   Call call;
   if (!call.read(site.traits, values)) return run_handler(site, op, values, stack);
+  if (has_rebound) refuse_stale_views(site, call);
   if (site.mode == Mode::kDetach) {
     at::Tensor other = make_view(call.operands[0]->handle(), *call.operands[0]);
     torch::jit::drop(*stack, num_arguments);
@@ -241,6 +305,7 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   auto line = site.cache.find(call, hash);
   if (line == nullptr) line = decide(site, values, call, hash);
   if (line->action == Line::kRecord) {
+    if (!line->decision->has_tried(call.numbers)) check_numbers(site, values, *line, call);
     Afterwards afterwards = record(line->decision, call, num_arguments, !schema.returns().empty(), stack);
     return after_recording(afterwards);
   }
@@ -286,8 +351,8 @@ void keep(c10::RegistrationHandleRAII handle) {
 void install(const py::object& dispatch) {
   auto method = [&](const char* name) { return py::object(dispatch.attr(name)); };
   python() = {
-      dispatch, method("traits"), method("decide"), method("run_now"), method("run_handler"),
-      method("source"), method("on_full"), method("on_draw"), method("refuse")};
+      dispatch, method("traits"), method("decide"), method("check_numbers"), method("refuse_view"),
+      method("run_now"), method("run_handler"), method("source"), method("on_full"), method("on_draw"), method("refuse")};
 }
 
 py::object installed() { return python().dispatch; }

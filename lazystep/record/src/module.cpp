@@ -164,6 +164,10 @@ void define_handles(py::module_& module) {
       .def("suspects", &Handles::suspects);
 
   module.def("is_lazy", &is_lazy);
+  module.def("has_changed_shape_in_place", [](const at::Tensor& tensor) {
+    LazyImpl* lazy = as_lazy(tensor.unsafeGetTensorImpl());
+    return lazy != nullptr && lazy->rebinds().num_of_base > 0;
+  });
   module.def("find_handle", &find_handle);
   module.def("find_handles", &find_handles);
   module.def("have_handles", &have_handles);

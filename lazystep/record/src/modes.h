@@ -1,0 +1,28 @@
+// Modes that a user's code may have switched on around an op, and that end at the recorder.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace lazystep {
+
+// Inside its life, ops on CPU tensors are not cast by autocast, and Python calls reach no
+// `__torch_function__`. A decision is kept for later calls outside the user's block, and what it
+// records runs on the executor thread, which has no modes. Dispatch modes need no guard: torch has
+// taken every one of them off its stack before a kernel runs.
+class NoModes {
+ public:
+  NoModes() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~NoModes() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
+  NoModes(const NoModes&) = delete;
+  NoModes& operator=(const NoModes&) = delete;
+
+ private:
+  at::impl::TorchFunctionDisabledState before_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+}  // namespace lazystep
