@@ -1,4 +1,4 @@
-// A decision of record/decide.py, unpacked: all that is needed to record the op without Python.
+// A decision of decide/decision.py, unpacked: all that is needed to record the op without Python.
 #pragma once
 
 #include <atomic>

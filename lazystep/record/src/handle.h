@@ -1,8 +1,7 @@
-// The runtime side of a value: a `Handle` per tensor value, an `Memory` per group of tensors that
+// The runtime side of a value: a `Handle` per tensor value, a `Memory` per group of tensors that
 // share memory, and `LazyImpl`, the tensor on `device="lazy"` that carries a value.
 //
-// The counterpart of record/handle.py. Nothing here holds memory for elements: an `Memory` is a
-// storage without data, so that torch's own questions (do these two share memory? how large is it?)
+// Nothing here holds memory for elements: a `Memory` is a storage without data, so that torch's own questions (do these two share memory? how large is it?)
 // get true answers, and `torch.save`, pickle and `untyped_storage` find something to ask.
 #pragma once
 

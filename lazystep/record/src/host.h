@@ -1,7 +1,7 @@
 // Ops that run on the host while recording, and whose results become inputs of the program:
 // allocations, draws that depend on no value, copies from the host.
 //
-// The fast way of what the handlers `_empty`, `draw` and `_to_copy` of record/python/dispatch.py do.
+// The fast way of the handlers `_empty`, `draw` and `_to_copy` in ops/draws.py and ops/copies.py.
 // What is not one of the common cases goes there.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace lazystep {
 
-// libgomp's function for the calling thread alone: see `serial_dispatch` in record/host.py.
+// libgomp's function for the calling thread alone: see `serial_dispatch` in eager.py.
 using SetNumThreads = void (*)(int);
 void use_thread_setter(SetNumThreads function);
 

@@ -1,4 +1,4 @@
-// The current recording, and the recordings that are known: the counterpart of record/recorder.py.
+// The current recording, and the recordings that are known.
 //
 // A recording is a sequence of entries in words: an op is its decision and the indices of its
 // operands, an input is its type, the number of its storage and that storage's size. Entries hold
