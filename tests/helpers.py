@@ -5,16 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lazystep import metrics
 
 ROOT = Path(__file__).parents[1]
 count = metrics.counter_value
+
+
+def descend(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """The end of an ordinary step: gradients, an update, no gradients."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def failing(message: str) -> Callable[[], None]:
+    """A closure that raises."""
+
+    def closure() -> None:
+        raise ArithmeticError(message)
+
+    return closure
 
 
 def nightly(values: Iterable[Any]) -> list[Any]:

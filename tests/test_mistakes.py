@@ -52,11 +52,7 @@ def test_shape_error_names_the_op_the_shapes_and_the_line(tmp_path: Path) -> Non
 
 def test_a_step_works_again_after_a_shape_error() -> None:
     weight = torch.ones(3, 2).to("lazy").requires_grad_()
-
-    @lazystep.step
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return (x @ weight).sum()
-
+    step = lazystep.step(lambda x: (x @ weight).sum())
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         step(torch.ones(4, 5))
     assert [step(torch.full((4, 3), float(n))).item() for n in range(5)] == [24.0 * n for n in range(5)]

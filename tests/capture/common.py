@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,8 @@ import pytest
 import torch
 
 import lazystep
+
+NUM_CALLS = 7
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 Case = tuple[Function, Callable[[], object]]
@@ -25,15 +26,24 @@ class Cases:
         self.parameters.append(pytest.param(make, id=make.__name__))
         return make
 
+    def rows(self, **makes: Callable[[], Case]) -> None:
+        """Cases that are one expression each, by their names."""
+        self.parameters += [pytest.param(make, id=name) for name, make in makes.items()]
+
+
+def captured(function: Callable[..., Any], **options: Any) -> Any:
+    """The function as a step that is never audited: a replay that ignores a change is not corrected."""
+    return lazystep.step(audit_every=0, **options)(function)
+
 
 def check_change(function: Function, change: Callable[[], object]) -> None:
     """Capture and replay the function, make the change, and compare with the plain function throughout."""
-    captured = lazystep.step(function, audit_every=0)  # type: ignore[call-overload]
+    step = captured(function)
     x = torch.linspace(-1, 1, 3)
 
     def compare() -> Any:
         torch.manual_seed(1)
-        got = captured(x.clone())
+        got = step(x.clone())
         torch.manual_seed(1)
         want = function(x.clone().to("lazy"))
         assert got.dtype == want.dtype
@@ -41,10 +51,12 @@ def check_change(function: Function, change: Callable[[], object]) -> None:
         return want.dtype, want.tolist()
 
     before = [compare() for _ in range(5)][-1]
-    assert captured.num_replayed > 0, captured.explain()
+    assert step.num_replayed > 0, step.explain()
+    num_replayed = step.num_replayed
     change()
     after = [compare() for _ in range(5)][-1]
     assert before != after, "the change changes nothing: this test would not see it ignored"
+    assert step.num_replayed > num_replayed, step.explain()
 
 
 class Doubler:
@@ -60,17 +72,6 @@ class Doubler:
         return self(x)
 
 
-def class_with_a_scale() -> Any:
-    """A class of its own for each case."""
-
-    class Options:
-        scale = 2.0
-
-    return Options
-
-
-def module_with(**values: Any) -> Any:
-    """A module of the user's, with these names."""
-    module = types.ModuleType("users_module")
-    module.__dict__.update(values)
-    return module
+def scale_of(holder: Any, set_on: Callable[[Any], Any] = lambda holder: holder) -> Case:
+    """The function uses `scale`, which then changes: on its holder, or where the holder has it from."""
+    return lambda x: x * holder.scale, lambda: setattr(set_on(holder), "scale", 3.0)

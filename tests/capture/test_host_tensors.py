@@ -11,17 +11,14 @@ import torch
 
 import lazystep
 
-NUM_CALLS = 7
+from .common import NUM_CALLS, captured
 
 
 def test_host_tensor_made_inside() -> None:
     def host() -> torch.Tensor:
         return torch.tensor([1.0, 2.0])
 
-    @lazystep.step(audit_every=0)
-    def constant(x: torch.Tensor) -> torch.Tensor:
-        return (x * host().to("lazy")).sum()
-
+    constant = captured(lambda x: (x * host().to("lazy")).sum())
     for _ in range(NUM_CALLS):
         assert constant(torch.ones(2)).item() == 3
     assert constant.num_replayed >= NUM_CALLS - 2
@@ -46,10 +43,7 @@ def test_constant_that_is_written_inside_starts_anew() -> None:
 
 
 def test_constant_that_is_returned_belongs_to_the_caller() -> None:
-    @lazystep.step(audit_every=0)
-    def view_of_a_constant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.arange(4.0).to("lazy").view(2, 2), x + 1
-
+    view_of_a_constant = captured(lambda x: (torch.arange(4.0).to("lazy").view(2, 2), x + 1))
     for _ in range(NUM_CALLS):
         view, _ = view_of_a_constant(torch.ones(1))
         assert view.sum().item() == 6
@@ -60,11 +54,7 @@ def test_constant_that_is_returned_belongs_to_the_caller() -> None:
 @pytest.mark.parametrize("change", ["in place", "another tensor", "another at the same address"])
 def test_tensor_on_the_host_that_changes_between_calls_is_noticed(change: str) -> None:
     box = types.SimpleNamespace(mask=torch.ones(2))
-
-    @lazystep.step(audit_every=0)
-    def masked(x: torch.Tensor) -> torch.Tensor:
-        return (x * box.mask.to("lazy")).sum()
-
+    masked = captured(lambda x: (x * box.mask.to("lazy")).sum())
     for number in range(4):
         for _ in range(NUM_CALLS):
             assert masked(torch.ones(2)).item() == 2 * (number + 1)
@@ -80,10 +70,7 @@ def test_tensor_on_the_host_that_changes_between_calls_is_noticed(change: str) -
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_array_that_is_filled_anew_is_noticed(in_place: bool) -> None:
-    @lazystep.step(audit_every=0)
-    def total(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to("lazy").sum()
-
+    total = captured(lambda array: torch.from_numpy(array).to("lazy").sum())
     array = np.zeros(3)
     for number in range(4):
         array = array if in_place else np.zeros(3)
@@ -108,10 +95,7 @@ def test_tensor_on_the_host_that_the_step_changes_is_refused() -> None:
 
 
 def test_draws_on_the_host_are_refused_even_if_they_come_out_equal() -> None:
-    @lazystep.step
-    def masked(x: torch.Tensor) -> torch.Tensor:
-        return x * torch.bernoulli(torch.zeros(2)).to("lazy")
-
+    masked = lazystep.step(lambda x: x * torch.bernoulli(torch.zeros(2)).to("lazy"))
     torch.manual_seed(0)
     for _ in range(NUM_CALLS):
         torch.bernoulli(torch.zeros(2))

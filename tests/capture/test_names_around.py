@@ -17,7 +17,7 @@ from torch import nn
 
 import lazystep
 
-from .common import Case, Cases, Doubler, Function, check_change, class_with_a_scale, module_with
+from .common import Case, Cases, Doubler, Function, captured, check_change, scale_of
 
 case = Cases()
 
@@ -25,11 +25,12 @@ case = Cases()
 activation: Any = torch.sin
 network: Any = None
 flag = True
+temperature = 2.0
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    before = {name: globals()[name] for name in ("activation", "helper", "network", "flag")}
+    before = {name: globals()[name] for name in ("activation", "helper", "network", "flag", "temperature")}
     yield
     globals().update(before)
     sys.modules.pop("users_other_settings", None)
@@ -46,25 +47,49 @@ def through_a_global(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if flag else x * 3
 
 
-@case
-def global_function_of_torch() -> Case:
-    return lambda x: activation(x), lambda: globals().update(activation=torch.cos)
+def class_with_a_scale() -> Any:
+    """A class of its own for each case."""
+
+    class Options:
+        scale = 2.0
+
+    return Options
 
 
-@case
-def global_function_of_the_user() -> Case:
-    return lambda x: helper(x), lambda: globals().update(helper=lambda x: x * 5)
+def module_with(**values: Any) -> Any:
+    """A module of the user's, with these names."""
+    module = types.ModuleType("users_module")
+    module.__dict__.update(values)
+    return module
+
+
+def set_globals(**values: Any) -> Callable[[], None]:
+    return lambda: globals().update(values)
+
+
+clear_flag = set_globals(flag=False)
+
+
+case.rows(
+    global_number=lambda: (lambda x: x * temperature, set_globals(temperature=3.0)),
+    global_function_of_torch=lambda: (lambda x: activation(x), set_globals(activation=torch.cos)),
+    global_function_of_the_user=lambda: (lambda x: helper(x), set_globals(helper=lambda x: x * 5)),
+    global_of_a_function_that_is_called=lambda: (lambda x: through_a_global(x), clear_flag),
+    global_as_text=lambda: (lambda x: x * (2 if globals()["flag"] else 3), clear_flag),
+    name_in_a_module=lambda: scale_of(module_with(scale=2.0)),
+    variable_of_a_class=lambda: scale_of(class_with_a_scale()),
+    variable_of_an_objects_class=lambda: scale_of(class_with_a_scale()(), set_on=type),
+    variable_of_a_parent_class=lambda: scale_of(
+        type("Options", (class_with_a_scale(),), {})(), set_on=lambda options: type(options).__base__
+    ),
+    attribute_that_hides_that_of_the_class=lambda: scale_of(class_with_a_scale()()),
+)
 
 
 @case
 def global_model() -> Case:
     globals().update(network=nn.Linear(3, 3).to("lazy"))
     return lambda x: network(x).detach(), lambda: globals().update(network=nn.Linear(3, 3).to("lazy"))
-
-
-@case
-def global_of_a_function_that_is_called() -> Case:
-    return lambda x: through_a_global(x), lambda: globals().update(flag=False)
 
 
 @case
@@ -76,12 +101,6 @@ def closure_variable_with_a_function() -> Case:
         function = torch.cos
 
     return lambda x: function(x), change
-
-
-@case
-def name_in_a_module() -> Case:
-    module = module_with(scale=2.0)
-    return lambda x: x * module.scale, lambda: setattr(module, "scale", 3.0)
 
 
 @case
@@ -104,30 +123,9 @@ def function_in_a_module() -> Case:
 
 
 @case
-def variable_of_a_class() -> Case:
-    Options = class_with_a_scale()
-    return lambda x: x * Options.scale, lambda: setattr(Options, "scale", 3.0)
-
-
-@case
-def variable_of_an_objects_class() -> Case:
-    Options = class_with_a_scale()
-    options = Options()
-    return lambda x: x * options.scale, lambda: setattr(Options, "scale", 3.0)
-
-
-@case
-def variable_of_a_parent_class() -> Case:
-    Base = class_with_a_scale()
-    options = type("Options", (Base,), {})()
-    return lambda x: x * options.scale, lambda: setattr(Base, "scale", 3.0)
-
-
-@case
-def attribute_that_hides_that_of_the_class() -> Case:
-    Options = class_with_a_scale()
-    options = Options()
-    return lambda x: x * options.scale, lambda: setattr(options, "scale", 3.0)
+def name_in_a_module_as_text() -> Case:
+    module = module_with(scale=2.0)
+    return lambda x: x * getattr(module, "scale", 1.0), lambda: setattr(module, "scale", 3.0)
 
 
 @case
@@ -143,7 +141,7 @@ def function_with_a_cache() -> Case:
         return 2.0 if flag else 3.0
 
     def change() -> None:
-        globals().update(flag=False)
+        clear_flag()
         scale.cache_clear()
 
     return lambda x: x * scale(), change
@@ -181,7 +179,7 @@ USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("use", USES)
 def test_global_is_noticed_wherever_a_class_uses_it(use: str) -> None:
     model = UsesAGlobal().to("lazy")
-    check_change(lambda x: USES[use](model, x), lambda: globals().update(flag=False))
+    check_change(lambda x: USES[use](model, x), clear_flag)
 
 
 @case
@@ -207,7 +205,7 @@ def method_that_torch_calls() -> Case:
             return through_a_global(x)
 
     layer = Layer(3, 1, 4, dropout=0.0, batch_first=True, norm_first=True).to("lazy")
-    return lambda x: layer(x.reshape(1, 1, 3)).detach(), lambda: globals().update(flag=False)
+    return lambda x: layer(x.reshape(1, 1, 3)).detach(), clear_flag
 
 
 @case
@@ -221,19 +219,7 @@ def method_found_by_its_name() -> Case:
         def run(self, x: torch.Tensor) -> torch.Tensor:
             return getattr(self, "loss_" + self.kind)(x)
 
-    losses = Losses()
-    return losses.run, lambda: globals().update(flag=False)
-
-
-@case
-def name_in_a_module_as_text() -> Case:
-    module = module_with(scale=2.0)
-    return lambda x: x * getattr(module, "scale", 1.0), lambda: setattr(module, "scale", 3.0)
-
-
-@case
-def global_as_text() -> Case:
-    return lambda x: x * (2 if globals()["flag"] else 3), lambda: globals().update(flag=False)
+    return Losses().run, clear_flag
 
 
 @case
@@ -265,22 +251,16 @@ def with_options(options: Any, x: torch.Tensor) -> torch.Tensor:
     return x * 2 if options.flag else x * 3
 
 
-@case
-def bound_method() -> Case:
+def flag_of(use: Callable[[Doubler], Function]) -> Case:
     doubler = Doubler()
-    return doubler.run, lambda: setattr(doubler, "flag", False)
+    return use(doubler), lambda: setattr(doubler, "flag", False)
 
 
-@case
-def object_that_can_be_called() -> Case:
-    doubler = Doubler()
-    return doubler, lambda: setattr(doubler, "flag", False)
-
-
-@case
-def partial() -> Case:
-    doubler = Doubler()
-    return functools.partial(with_options, doubler), lambda: setattr(doubler, "flag", False)
+case.rows(
+    bound_method=lambda: flag_of(lambda doubler: doubler.run),
+    object_that_can_be_called=lambda: flag_of(lambda doubler: doubler),
+    partial=lambda: flag_of(lambda doubler: functools.partial(with_options, doubler)),
+)
 
 
 @case
@@ -359,11 +339,7 @@ LOSS: Any = 0.0
 def test_global_with_the_name_of_an_attribute_may_change() -> None:
     global LOSS
     results = types.SimpleNamespace(LOSS=2.0)
-
-    @lazystep.step(audit_every=0, fullgraph=True)
-    def doubled(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"LOSS": x * results.LOSS}
-
+    doubled = captured(lambda x: {"LOSS": x * results.LOSS}, fullgraph=True)
     for number in range(6):
         LOSS = doubled(torch.ones(1))["LOSS"].item() + number
         assert 2 + number == LOSS
@@ -381,9 +357,9 @@ def test_module_imported_from_the_own_package_inside(how: str, tmp_path: Path, m
     (package / "steps.py").write_text(f"def scaled(x):\n    {how}\n    return x * scale\n")
     monkeypatch.syspath_prepend(tmp_path)
     function = importlib.import_module(f"{package.name}.steps").scaled
-    captured = lazystep.step(function, audit_every=0)
+    step = captured(function)
     for _ in range(4):
-        assert captured(torch.ones(1)).item() == 2
-    assert captured.num_replayed > 0
+        assert step(torch.ones(1)).item() == 2
+    assert step.num_replayed > 0
     importlib.import_module(f"{package.name}.options").scale = 3.0  # type: ignore[attr-defined]
-    assert captured(torch.ones(1)).item() == 3
+    assert step(torch.ones(1)).item() == 3

@@ -16,15 +16,13 @@ import torch
 from torch import nn
 
 import lazystep
+from tests.helpers import descend
 
-NUM_CALLS = 7
+from .common import NUM_CALLS, captured
 
 
 def test_number_argument_is_not_frozen() -> None:
-    @lazystep.step(audit_every=0)
-    def scaled(x: torch.Tensor, weight: float) -> torch.Tensor:
-        return (x * weight + (1 - weight) * 2).sum()
-
+    scaled = captured(lambda x, weight: (x * weight + (1 - weight) * 2).sum())
     for number in range(NUM_CALLS):
         weight = 0.1 * number
         want = (torch.ones(2) * weight + (1 - weight) * 2).sum()
@@ -35,13 +33,7 @@ def test_number_argument_is_not_frozen() -> None:
 def test_learning_rate_is_not_frozen() -> None:
     weight = nn.Parameter(torch.zeros(1).to("lazy"))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-
-    @lazystep.step(audit_every=0)
-    def fit() -> None:
-        weight.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    fit = captured(lambda: descend(weight.sum(), optimizer))
     want = 0.0
     for number in range(NUM_CALLS):
         optimizer.param_groups[0]["lr"] = 0.5**number
@@ -115,11 +107,7 @@ IN_PYTHON: dict[str, Callable[[float], float]] = {
 @pytest.mark.parametrize("kind", IN_PYTHON)
 def test_number_that_python_computes_with_is_never_a_tagged_one(kind: str) -> None:
     function = IN_PYTHON[kind]
-
-    @lazystep.step(audit_every=0)
-    def scaled(x: torch.Tensor, s: float) -> torch.Tensor:
-        return x * function(s)
-
+    scaled = captured(lambda x, s: x * function(s))
     x = torch.ones(2, dtype=torch.float64)
     for s in (0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5):
         assert torch.equal(scaled(x, s).cpu(), x * function(s)), s
@@ -140,9 +128,7 @@ def test_number_that_ends_at_one_is_not_taken_for_every_one() -> None:
 
         def train(x: torch.Tensor) -> torch.Tensor:
             loss = (model(x) * 1.0 + 1.0).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss, optimizer)
             return loss
 
         step = lazystep.step(audit_every=3)(train) if device == "lazy" else train
@@ -165,10 +151,7 @@ def test_number_that_ends_at_one_is_not_taken_for_every_one() -> None:
 
 
 def test_two_numbers_with_one_value_are_followed_apart() -> None:
-    @lazystep.step(audit_every=0)
-    def scaled(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
-        return x * a + x * (b**1.0) * b
-
+    scaled = captured(lambda x, a, b: x * a + x * (b**1.0) * b)
     for a, b in [(0.5, 0.5)] * 3 + [(0.25, 0.5), (0.5, 0.75), (1.0, 1.0)]:
         assert scaled(torch.ones(1), a, b).item() == a + b * b
     assert scaled.num_replayed >= 4
@@ -191,13 +174,13 @@ TABLE = {1.0: 5.0, 2.0: 6.0}
     ids=["dict", "set", "format", "text", "imported", "sign", "followed"],
 )
 def test_number_that_leads_to_others(function: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
-    captured = lazystep.step(function, audit_every=0)  # type: ignore[call-overload]
+    step = captured(function)
     x = torch.ones(2, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lazystep.LazyStepWarning)  # some are recorded in each call in the end
         for w in (3.0, 3.0, 3.0, 1.0, -2.0, 1.0, 25.0):
-            assert captured(x, w).tolist() == function(x.to("lazy"), w).tolist()
-    assert captured.num_replayed > 0
+            assert step(x, w).tolist() == function(x.to("lazy"), w).tolist()
+    assert step.num_replayed > 0
 
 
 def test_numbers_that_leave_the_step_are_true_ones() -> None:
@@ -216,11 +199,7 @@ def test_numbers_that_leave_the_step_are_true_ones() -> None:
         for _ in range(3):
             made = scaled(torch.ones(1), 0.3)
             assert json.dumps([made[1], log[-1], options.last, options.new]) == "[0.15, 0.3, 0.6, 0.3]"
-
-    @lazystep.step(audit_every=0)
-    def halved(x: torch.Tensor, w: float) -> Any:
-        return x * w, w * 0.5
-
+    halved = captured(lambda x, w: (x * w, w * 0.5))
     for _ in range(5):
         assert json.dumps(halved(torch.ones(1), 0.3)[1]) == "0.15"
     assert halved.num_replayed == 3

@@ -11,7 +11,7 @@ from torch import nn
 
 import lazystep
 
-NUM_CALLS = 7
+from .common import NUM_CALLS, captured
 
 
 def test_value_that_is_rebound_in_each_step_goes_on() -> None:
@@ -104,11 +104,7 @@ def test_state_in_a_tuple_goes_on(kind: str) -> None:
 
 def test_tuple_with_tensors_that_becomes_longer_is_noticed() -> None:
     box = types.SimpleNamespace(parts=(torch.ones(2).to("lazy"),))
-
-    @lazystep.step(audit_every=0)
-    def total(x: torch.Tensor) -> torch.Tensor:
-        return x + sum(part.sum() for part in box.parts)
-
+    total = captured(lambda x: x + sum(part.sum() for part in box.parts))
     for number in range(1, 4):
         for _ in range(NUM_CALLS):
             assert total(torch.zeros(1)).item() == 2 * number
@@ -182,11 +178,7 @@ def test_kept_constant_is_not_one_tensor_for_all_replays() -> None:
 
 def test_state_of_another_type_is_not_replayed_at_the_second_call_either() -> None:
     weight = nn.Parameter(torch.ones(2).to("lazy"))
-
-    @lazystep.step(audit_every=0)
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return (x * weight).sum().detach()
-
+    scaled = captured(lambda x: (x * weight).sum().detach())
     for _ in range(4):
         assert scaled(torch.ones(2)).item() == 2
     weight.data = torch.full((2, 2), 3.0).to("lazy")

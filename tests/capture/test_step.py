@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import lazystep
 from benchmarks import models
 from lazystep import config, metrics
-from tests.helpers import count, nightly
+from tests.helpers import count, descend, nightly
 
 pytestmark = pytest.mark.filterwarnings("error::lazystep.LazyStepWarning")
 
@@ -30,13 +31,10 @@ class Small(nn.Module):
 
 def train(
     device: str,
-    make_optimizer: Callable[..., torch.optim.Optimizer],
     num_steps: int,
+    make_optimizer: Callable[..., torch.optim.Optimizer],
     make_model: Callable[[], nn.Module] = Small,
-    make_batch: Callable[[], tuple[torch.Tensor, torch.Tensor]] = lambda: (
-        torch.randn(5, 6),
-        torch.randn(5, 4),
-    ),
+    make_batch: Callable[[], Any] = lambda: (torch.randn(5, 6), torch.randn(5, 4)),
     loss_fn: Callable[..., torch.Tensor] = nn.functional.mse_loss,
 ) -> tuple[list[float], list[torch.Tensor], list[float], Any]:
     """With dropout, clipping, a cosine schedule, an EMA of the weights, and closures of both kinds."""
@@ -77,8 +75,8 @@ def train(
 
 
 def assert_replayed_equals_eager(num_steps: int, *args: Any, max_recorded: int = 6) -> None:
-    want_losses, want_state, want_logged, _ = train("cpu", args[0], num_steps, *args[1:])
-    losses, state, logged, function = train("lazy", args[0], num_steps, *args[1:])
+    want_losses, want_state, want_logged, _ = train("cpu", num_steps, *args)
+    losses, state, logged, function = train("lazy", num_steps, *args)
     assert losses == want_losses
     for got, want in zip(state, want_state, strict=True):
         assert torch.equal(got, want)
@@ -107,9 +105,7 @@ def test_five_hundred_replayed_steps_equal_eager_bitwise(name: str, foreach: boo
 @pytest.mark.filterwarnings("default::lazystep.LazyStepWarning")
 @pytest.mark.parametrize("foreach", [False, True])
 def test_adafactor_reads_values_and_is_recorded_each_time(foreach: bool) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(parameters, lr=1e-2, foreach=foreach)
-
+    make = partial(torch.optim.Adafactor, lr=1e-2, foreach=foreach)
     with pytest.warns(lazystep.LazyStepWarning, match="waits for a value"):
         assert_replayed_equals_eager(40, make, max_recorded=40)
 
@@ -122,16 +118,15 @@ BENCHMARK_MODELS: dict[str, Callable[[], models.Workload]] = {
 }
 
 
+def training_of(name: str) -> tuple[Any, ...]:
+    workload = BENCHMARK_MODELS[name]()
+    make_optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    return make_optimizer, lambda: BENCHMARK_MODELS[name]().model, workload.make_batch, workload.loss_fn
+
+
 @pytest.mark.parametrize("name", BENCHMARK_MODELS)
 def test_benchmark_models_replayed(name: str) -> None:
-    workload = BENCHMARK_MODELS[name]()
-    assert_replayed_equals_eager(
-        500,
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
-        lambda: BENCHMARK_MODELS[name]().model,
-        workload.make_batch,
-        workload.loss_fn,
-    )
+    assert_replayed_equals_eager(500, *training_of(name))
 
 
 # Losses of 500 native steps, as a fraction of eager's: over the first 20, and over all. Where a ReLU flips on
@@ -142,18 +137,11 @@ NATIVE_TOLERANCES = {"mlp": (1e-5, 1e-1), "gpt": (1e-5, 1e-3), "conv": (1e-4, 1e
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["lstm", *nightly(["mlp", "gpt", "conv"])])
 def test_five_hundred_native_replays_stay_close_to_eager(name: str, runtime: Any) -> None:
-    workload = BENCHMARK_MODELS[name]()
-    args = (
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
-        500,
-        lambda: BENCHMARK_MODELS[name]().model,
-        workload.make_batch,
-        workload.loss_fn,
-    )
     runtime.programs.clear()
-    want, _, _, _ = train("cpu", *args)
+    training = training_of(name)
+    want, _, _, _ = train("cpu", 500, *training)
     with config.override(tier="native"):
-        got, _, logged, function = train("lazy", *args)
+        got, _, logged, function = train("lazy", 500, *training)
     assert function.num_recorded <= 8, function.explain()
     assert count("native_executions") >= 490
     assert count("native_mismatches") == 0
@@ -188,11 +176,7 @@ def test_replay_records_nothing_and_runs_once() -> None:
 
 def test_audits_by_default_grow_and_find_nothing() -> None:
     scale = torch.ones(2).to("lazy")
-
-    @lazystep.step
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 + scale
-
+    double = lazystep.step(lambda x: x * 2 + scale)
     for number in range(200):
         assert double(torch.full((2,), float(number))).tolist() == [number * 2 + 1] * 2
     assert count("captures_audited") == 1
@@ -202,11 +186,7 @@ def test_audits_by_default_grow_and_find_nothing() -> None:
 
 def test_error_in_a_replay_surfaces_like_one_of_a_step() -> None:
     table = torch.arange(4.0).to("lazy")
-
-    @lazystep.step
-    def look_up(index: torch.Tensor) -> torch.Tensor:
-        return table[index].sum()
-
+    look_up = lazystep.step(lambda index: table[index].sum())
     for _ in range(4):
         look_up(torch.tensor([1, 2]))
     lazystep.wait_device_ops()
@@ -272,10 +252,7 @@ def test_closure_errors_and_throttles_work_in_replays() -> None:
 
 
 def test_fullgraph_makes_a_fall_back_an_error() -> None:
-    @lazystep.step(fullgraph=True)
-    def peek(x: torch.Tensor) -> float:
-        return x.sum().item()
-
+    peek = lazystep.step(fullgraph=True)(lambda x: x.sum().item())
     assert peek(torch.ones(2)) == 2.0
     with pytest.raises(lazystep.CaptureError, match=r"test_step\.py"):
         peek(torch.ones(2))
@@ -291,9 +268,7 @@ def test_methods_and_steps_side_by_side() -> None:
         @lazystep.step
         def fit(self, x: torch.Tensor) -> torch.Tensor:
             loss = self.model(x).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            descend(loss, self.optimizer)
             return loss
 
         @lazystep.step

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import lazystep
+from tests.helpers import descend
 
-from .common import Case, Cases, Function, check_change
+from .common import Case, Cases, Function, captured, check_change
 
 case = Cases()
 
@@ -47,6 +48,12 @@ def linear() -> tuple[nn.Linear, Function]:
         return model.weight.grad + 0
 
     return model, gradient
+
+
+@case
+def forward_hook_is_added() -> Case:
+    model = nn.Identity().to("lazy")
+    return lambda x: model(x) + 0, lambda: model.register_forward_hook(lambda module, args, out: out * 10)
 
 
 @case
@@ -129,9 +136,7 @@ def hook_of_an_optimizer() -> Case:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(x).sum(), optimizer)
         return model.weight.detach() + 0
 
     return step, lambda: optimizer.register_step_post_hook(lambda o, a, k: model.weight.data.fill_(3.0))
@@ -140,11 +145,10 @@ def hook_of_an_optimizer() -> Case:
 @case
 def hook_of_a_plain_tensor() -> Case:
     weight = torch.ones(3).to("lazy").requires_grad_()
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad((weight * x).sum(), weight)[0]
-
-    return function, lambda: weight.register_hook(lambda grad: grad * 3)
+    return (
+        lambda x: torch.autograd.grad((weight * x).sum(), weight)[0],
+        lambda: weight.register_hook(lambda grad: grad * 3),
+    )
 
 
 @case
@@ -252,9 +256,7 @@ def compare_training(make_optimizer: Callable[..., Any], before_step: Callable[.
 
         @decorate
         def step(x: torch.Tensor) -> torch.Tensor:
-            (weight * x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend((weight * x).square().sum(), optimizer)
             return weight.detach() + 0
 
         for number in range(9):
@@ -290,9 +292,7 @@ def test_optimizer_inside_another_one_follows_its_rate() -> None:
 
     @lazystep.step(audit_every=0, fullgraph=True)
     def step(x: torch.Tensor) -> torch.Tensor:
-        (weight * x).sum().backward()
-        wrapper.step()
-        wrapper.zero_grad()
+        descend((weight * x).sum(), wrapper)
         return weight.detach() + 0
 
     assert [step(torch.ones(1)).item() for _ in range(5)] == [-1, -2, -3, -4, -5]
@@ -336,10 +336,7 @@ def test_plain_tensor_that_is_replaced_in_each_step_is_replayed() -> None:
 
 
 def test_device_as_a_context_in_each_iteration() -> None:
-    @lazystep.step(audit_every=0, fullgraph=True)
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 + torch.ones(1)
-
+    doubled = captured(lambda x: x * 2 + torch.ones(1), fullgraph=True)
     for _ in range(5):
         with torch.device("lazy"):
             assert doubled(torch.ones(1)).item() == 3

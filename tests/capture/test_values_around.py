@@ -21,21 +21,26 @@ from torch import nn
 
 import lazystep
 
-from .common import Case, Cases, Doubler, Function, check_change
+from .common import Case, Cases, Doubler, Function, captured, check_change, scale_of
 
 case = Cases()
+
+
+def first_of(numbers: Any) -> Case:
+    return lambda x: x * numbers[0], lambda: numbers.__setitem__(0, numbers[0] + 1)
+
+
+case.rows(
+    element_of_a_deque=lambda: first_of(collections.deque([2.0])),
+    array_of_bytes=lambda: first_of(bytearray([2])),
+    array_of_numbers=lambda: first_of(array.array("d", [2.0])),
+)
 
 
 @case
 def element_of_a_list() -> Case:
     functions: list[Any] = [torch.sin]
     return lambda x: functions[0](x), lambda: functions.__setitem__(0, torch.cos)
-
-
-@case
-def element_of_a_deque() -> Case:
-    factors = collections.deque([2.0])
-    return lambda x: x * factors[0], lambda: factors.__setitem__(0, 3.0)
 
 
 @case
@@ -88,20 +93,7 @@ def element_of_a_set_is_replaced() -> Case:
 @case
 def type_in_a_tuple() -> Case:
     options = types.SimpleNamespace(scale=(2,))
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return (x > 5).to(torch.int64) * options.scale[0]
-
-    return function, lambda: setattr(options, "scale", (2.0,))
-
-
-@case
-def attribute_of_a_kind_of_dict() -> Case:
-    class Options(dict[str, Any]):
-        scale = 2.0
-
-    options = Options()
-    return lambda x: x * options.scale, lambda: setattr(options, "scale", 3.0)
+    return lambda x: (x > 5).to(torch.int64) * options.scale[0], lambda: setattr(options, "scale", (2.0,))
 
 
 # -- objects ---------------------------------------------------------------------------------------
@@ -112,10 +104,21 @@ class Slots:
     scale: float = 2.0
 
 
+class KindOfDict(dict[str, Any]):
+    scale = 2.0
+
+
+case.rows(
+    attribute_in_slots=lambda: scale_of(Slots()),
+    attribute_of_a_kind_of_dict=lambda: scale_of(KindOfDict()),
+)
+
+
 @case
-def attribute_in_slots() -> Case:
-    slots = Slots()
-    return lambda x: x * slots.scale, lambda: setattr(slots, "scale", 3.0)
+def attribute_of_a_thread() -> Case:
+    local = threading.local()
+    local.scale = 2.0
+    return scale_of(local)
 
 
 @case
@@ -144,13 +147,6 @@ def attribute_that_is_looked_up_by_code() -> Case:
 
     options = Options()
     return lambda x: x * options.scale, lambda: options._values.update(scale=3.0)
-
-
-@case
-def attribute_of_a_thread() -> Case:
-    local = threading.local()
-    local.scale = 2.0
-    return lambda x: x * local.scale, lambda: setattr(local, "scale", 3.0)
 
 
 @case
@@ -212,11 +208,11 @@ def child_of_an_empty_module() -> Case:
 @case
 def buffer_that_is_added() -> Case:
     model = nn.Identity().to("lazy")
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x * (3 if dict(model.named_buffers()) else 2)
-
-    return function, lambda: model.register_buffer("scale", torch.ones(1, device="lazy"))
+    buffer = torch.ones(1, device="lazy")
+    return (
+        lambda x: x * (3 if dict(model.named_buffers()) else 2),
+        lambda: model.register_buffer("scale", buffer),
+    )
 
 
 # -- numbers and tensors ---------------------------------------------------------------------------
@@ -241,18 +237,6 @@ def complex_number() -> Case:
 
 
 @case
-def array_of_bytes() -> Case:
-    numbers = bytearray([2])
-    return lambda x: x * numbers[0], lambda: numbers.__setitem__(0, 3)
-
-
-@case
-def array_of_numbers() -> Case:
-    numbers = array.array("d", [2.0])
-    return lambda x: x * numbers[0], lambda: numbers.__setitem__(0, 3.0)
-
-
-@case
 def tensor_that_numpy_writes() -> Case:
     array = np.full(3, 2.0, dtype=np.float32)
     tensor = torch.from_numpy(array)
@@ -273,11 +257,7 @@ def test_change_is_noticed(make: Callable[[], Case]) -> None:
 
 def test_array_that_is_too_large_to_be_compared_is_refused() -> None:
     array = np.ones(1 << 20, dtype=np.float32)
-
-    @lazystep.step
-    def total(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.from_numpy(array).to("lazy").sum()
-
+    total = lazystep.step(lambda x: x + torch.from_numpy(array).to("lazy").sum())
     with pytest.warns(lazystep.LazyStepWarning, match="NumPy array .*pass it as an argument"):
         for number in range(4):
             array[0] = number
@@ -287,50 +267,36 @@ def test_array_that_is_too_large_to_be_compared_is_refused() -> None:
 
 def test_iterator_is_not_frozen() -> None:
     factors = iter([2.0, 2.0, 2.0, 3.0, 4.0])
-
-    @lazystep.step(audit_every=0)
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * next(factors)
-
+    scaled = captured(lambda x: x * next(factors))
     with pytest.warns(lazystep.LazyStepWarning, match="an iterator, .*pass what you get"):
         assert [scaled(torch.ones(1)).item() for _ in range(5)] == [2, 2, 2, 3, 4]
 
 
-@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()], ids=["random", "numpy"])
-def test_numbers_drawn_by_python_are_not_frozen(draw: Callable[[], float]) -> None:
+generator = torch.Generator()
+DRAWS: dict[str, Callable[[], float]] = {
+    "random": random.random,
+    "numpy": lambda: np.random.rand(),
+    "generator of its own": lambda: torch.rand((), generator=generator).item(),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_drawn_numbers_are_not_frozen(kind: str) -> None:
     random.seed(0)
     np.random.seed(0)
-
-    @lazystep.step(audit_every=0)
-    def sometimes(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if draw() < 0.9 else x * 3
-
+    generator.manual_seed(1)
+    draw = DRAWS[kind]
+    sometimes = captured(lambda x: x * 2 if draw() < 0.9 else x * 3)
     with pytest.warns(lazystep.LazyStepWarning, match="draws random numbers"):
         drawn = [sometimes(torch.ones(1)).item() for _ in range(100)]
     assert 3.0 in drawn
     assert sometimes.num_replayed == 0
 
 
-def test_draws_from_a_generator_of_its_own_are_not_frozen() -> None:
-    generator = torch.Generator().manual_seed(1)
-
-    @lazystep.step(audit_every=0)
-    def sometimes(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if torch.rand((), generator=generator).item() < 0.9 else x * 3
-
-    with pytest.warns(lazystep.LazyStepWarning, match="draws random numbers"):
-        drawn = [sometimes(torch.ones(1)).item() for _ in range(100)]
-    assert 3.0 in drawn
-
-
 @pytest.mark.parametrize("what", ["argument and global", "two arguments"])
 def test_arguments_that_were_one_value_when_captured(what: str) -> None:
     anchor = torch.ones(2, device="lazy")
-
-    @lazystep.step(audit_every=0)
-    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + 10 * (anchor if what == "argument and global" else y)
-
+    both = captured(lambda x, y: x + 10 * (anchor if what == "argument and global" else y))
     for _ in range(5):
         assert both(anchor, anchor.detach()).tolist() == [11, 11]
     assert both.num_replayed > 0
@@ -340,11 +306,7 @@ def test_arguments_that_were_one_value_when_captured(what: str) -> None:
 
 def test_more_objects_than_can_be_followed_are_refused() -> None:
     data = [[number] for number in range(51_000)]
-
-    @lazystep.step
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * len(data)
-
+    scaled = lazystep.step(lambda x: x * len(data))
     with pytest.warns(lazystep.LazyStepWarning, match="more than 50000 objects"):
         for _ in range(3):
             assert scaled(torch.ones(1)).item() == 51_000
@@ -361,11 +323,7 @@ def test_things_in_reach_that_have_no_version(kind: str) -> None:
         "random": random.SystemRandom(),
     }
     thing = things[kind]
-
-    @lazystep.step(audit_every=0)
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if thing is not None else 3)
-
+    scaled = captured(lambda x: x * (2 if thing is not None else 3))
     for _ in range(4):
         assert scaled(torch.ones(1)).item() == 2
     assert scaled.num_replayed > 0

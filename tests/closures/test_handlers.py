@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,7 @@ import lazystep
 from lazystep import metrics
 from lazystep.closure import AsyncClosureHandler, ClosureHandler, WhenFull
 from lazystep.config import Settings
+from tests.helpers import failing
 
 
 class Gate:
@@ -29,6 +31,14 @@ class Gate:
         assert self.open.wait(30), "the test never opened the gate"
 
 
+def blocked(handler: AsyncClosureHandler) -> Gate:
+    """The gate that the worker now waits at."""
+    gate = Gate()
+    handler.run(gate)
+    assert gate.entered.wait(30)
+    return gate
+
+
 @pytest.fixture
 def handler() -> Iterator[AsyncClosureHandler]:
     made = AsyncClosureHandler(max_queue_size=2)
@@ -36,22 +46,10 @@ def handler() -> Iterator[AsyncClosureHandler]:
     made.close(5)
 
 
-def failing(message: str) -> Callable[[], None]:
-    def closure() -> None:
-        raise ArithmeticError(message)
-
-    return closure
-
-
 def test_sync_closures_run_in_order_behind_one_that_raises() -> None:
     ran: list[int] = []
-    closures = [
-        lambda: ran.append(1),
-        failing("first"),
-        lambda: ran.append(2),
-        failing("second"),
-        lambda: ran.append(3),
-    ]
+    one, two, three = (partial(ran.append, number) for number in (1, 2, 3))
+    closures = [one, failing("first"), two, failing("second"), three]
     with pytest.raises(ArithmeticError, match="first") as error:
         ClosureHandler()(closures)
     assert ran == [1, 2, 3]
@@ -69,9 +67,7 @@ def test_async_closures_run_in_order_off_the_calling_thread(handler: AsyncClosur
     assert len({ident for _, ident in ran}) == 1
 
 
-def test_async_failure_names_the_closure_is_raised_once_and_the_worker_lives(
-    handler: AsyncClosureHandler,
-) -> None:
+def test_async_failure_is_named_once_and_the_worker_lives(handler: AsyncClosureHandler) -> None:
     ran: list[int] = []
     handler.run(failing("injected"))
     handler.put(lambda: ran.append(1))
@@ -110,9 +106,7 @@ def test_system_exit_in_a_closure_does_not_end_the_worker(handler: AsyncClosureH
 
 
 def test_full_queue_makes_the_caller_wait_without_a_lock(handler: AsyncClosureHandler) -> None:
-    gate = Gate()
-    handler.run(gate)
-    assert gate.entered.wait(30)
+    gate = blocked(handler)
     ran: list[int] = []
     handler.run(lambda: ran.append(1))
     handler.run(lambda: ran.append(2))
@@ -137,9 +131,7 @@ def test_full_queue_makes_the_caller_wait_without_a_lock(handler: AsyncClosureHa
 )
 def test_full_queue_policies(policy: WhenFull, expected: list[int]) -> None:
     handler = AsyncClosureHandler(2, policy)
-    gate = Gate()
-    handler.run(gate)
-    assert gate.entered.wait(30)
+    gate = blocked(handler)
     ran: list[int] = []
     for n in (1, 2):
         handler.run(lambda n=n: ran.append(n))
@@ -156,9 +148,7 @@ def test_full_queue_policies(policy: WhenFull, expected: list[int]) -> None:
 
 
 def test_closure_that_blocks_for_ever_is_named_with_its_stack(handler: AsyncClosureHandler) -> None:
-    gate = Gate()
-    handler.run(gate)
-    assert gate.entered.wait(30)
+    gate = blocked(handler)
     with pytest.raises(lazystep.WaitTimeoutError, match=r"(?s)Gate.*is running.*test_handlers\.py.*wait"):
         handler.flush(0.2)
     assert "Gate" in handler.close(0.1)[0]
@@ -202,9 +192,7 @@ def test_worker_that_dies_with_a_full_queue_wakes_the_caller(
     assert ran == [1, 2, 4]
 
 
-def test_closure_may_add_closures_beyond_the_bound_but_not_wait_for_itself(
-    handler: AsyncClosureHandler,
-) -> None:
+def test_closure_may_add_beyond_the_bound_but_not_wait_for_itself(handler: AsyncClosureHandler) -> None:
     ran: list[int] = []
 
     def add_many() -> None:
@@ -221,9 +209,7 @@ def test_closure_may_add_closures_beyond_the_bound_but_not_wait_for_itself(
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_starts_with_an_empty_handler(handler: AsyncClosureHandler) -> None:
-    gate = Gate()
-    handler.run(gate)
-    assert gate.entered.wait(30)
+    gate = blocked(handler)
     handler.run(lambda: None)
     pid = os.fork()
     if pid == 0:
@@ -238,11 +224,9 @@ def test_forked_child_starts_with_an_empty_handler(handler: AsyncClosureHandler)
 
 
 def test_bounds_come_from_both_variables_and_ours_wins() -> None:
-    assert Settings.from_environ({"LTC_MAX_ASYNC_QUEUE": "7"}).max_async_queue == 7
-    assert (
-        Settings.from_environ({"LTC_MAX_ASYNC_QUEUE": "7", "LAZYSTEP_MAX_ASYNC_QUEUE": "3"}).max_async_queue
-        == 3
-    )
+    theirs, ours = {"LTC_MAX_ASYNC_QUEUE": "7"}, {"LAZYSTEP_MAX_ASYNC_QUEUE": "3"}
+    assert Settings.from_environ(theirs).max_async_queue == 7
+    assert Settings.from_environ(theirs | ours).max_async_queue == 3
     with pytest.raises(lazystep.ConfigError, match="LTC_MAX_ASYNC_QUEUE='x'"):
         Settings.from_environ({"LTC_MAX_ASYNC_QUEUE": "x"})
     with pytest.raises(ValueError, match="max_queue_size = 0"):
@@ -270,7 +254,20 @@ def test_stress_keeps_the_order_of_each_thread_and_loses_nothing() -> None:
     assert handler.close(5) == []
 
 
-class Handlers(RuleBasedStateMachine):
+class Gated(RuleBasedStateMachine):
+    """With a gate that may be closed."""
+
+    gate: Gate | None = None
+
+    @precondition(lambda self: self.gate is not None)
+    @rule()
+    def release(self) -> None:
+        assert self.gate is not None
+        self.gate.open.set()
+        self.gate = None
+
+
+class Handlers(Gated):
     """Random sequences of adding, failing, blocking and flushing, against a list."""
 
     def __init__(self) -> None:
@@ -279,7 +276,6 @@ class Handlers(RuleBasedStateMachine):
         self.ran: list[int] = []
         self.expected: list[int] = []
         self.failures: list[str] = []
-        self.gate: Gate | None = None
         self.next = 0
 
     def has_room(self) -> bool:
@@ -318,13 +314,6 @@ class Handlers(RuleBasedStateMachine):
         self.release()
         blocked.join(30)
         assert not blocked.is_alive()
-
-    @precondition(lambda self: self.gate is not None)
-    @rule()
-    def release(self) -> None:
-        assert self.gate is not None
-        self.gate.open.set()
-        self.gate = None
 
     @precondition(lambda self: self.gate is not None)
     @rule()

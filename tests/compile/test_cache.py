@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from lazystep.compile import cache as cache_module
 from lazystep.compile import key
 from lazystep.compile.cache import LIBRARY, CacheError, LibraryCache
 from tests.builds import X, cache, repeat, run_square_sum
-from tests.helpers import count
+from tests.helpers import count, run_python
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_cache")]
 
@@ -181,10 +179,8 @@ def test_least_recently_used_entries_are_evicted() -> None:
 
 def test_what_a_killed_process_left_is_removed() -> None:
     opened = cache()
-    gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
-    )
-    stale = opened.root / "temporary" / f"{gone.stdout.decode().strip()}-abc"
+    gone = run_python("-c", "import os; print(os.getpid())").stdout.strip()
+    stale = opened.root / "temporary" / f"{gone}-abc"
     stale.mkdir()
     mine = opened.temporary_directory()
     cache()

@@ -254,6 +254,5 @@ def train(name: str, kind: str, options: Sequence[dict[str, Any]], device: str) 
             lazystep.wait_for_compile()
     lazystep.wait_device_ops()
     state = [optimizer.state_dict() for optimizer in optimizers]
-    return (losses, [list(net.parameters()) for net in nets], state), metrics.counter_value(
-        "native_executions"
-    )
+    results = losses, [list(net.parameters()) for net in nets], state
+    return results, metrics.counter_value("native_executions")

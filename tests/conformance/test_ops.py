@@ -40,14 +40,7 @@ POOL = 32
 MAX_ERROR_INPUTS = 8
 
 # Operators whose values are those of fresh memory: types are compared, values are not.
-UNINITIALIZED = {
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-}
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def has_values(name: str, sample: SampleInput) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 import lazystep
 from benchmarks import models
 from lazystep import config, metrics
-from tests.helpers import count
+from tests.helpers import count, descend
 
 gate = threading.Event()
 entered = threading.Event()
@@ -99,9 +99,7 @@ def make_loop() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     x = torch.randn(16, 4).to("lazy")
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    descend(loss, optimizer)
     lazystep.mark_step()
     return loss.detach()
 
@@ -243,9 +241,7 @@ def test_live_tensors_after_a_step_are_those_of_eager() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     for _ in range(2):
         hidden = (weight @ weight).relu() @ weight
-        hidden.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(hidden.sum(), optimizer)
         del hidden
         lazystep.mark_step(wait=True)
     # The weight and its momentum; no activation, no gradient.
@@ -278,9 +274,7 @@ def test_steps_leave_nothing_for_the_garbage_collector() -> None:
 
     def step() -> None:
         x, y = make_batch()
-        loss_fn(model(x.to("lazy")), y.to("lazy")).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss_fn(model(x.to("lazy")), y.to("lazy")), optimizer)
         lazystep.mark_step(wait=True)
 
     for _ in range(3):

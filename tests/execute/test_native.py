@@ -16,7 +16,7 @@ import lazystep
 from lazystep import config, debug
 from lazystep.compile.cache import LibraryCache, cache_directory
 from tests.builds import repeat, steps_until_native
-from tests.helpers import count, run_python
+from tests.helpers import count, descend, run_python
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
 
@@ -116,9 +116,7 @@ def test_learning_rate_is_an_input_in_every_form_of_an_optimizer(kind: str, opti
         )
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for _ in steps_until_native(20, wait_at=6):
-            model(torch.ones(2, 4, device=device)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(torch.ones(2, 4, device=device)).square().sum(), optimizer)
             schedule.step()
         return model.weight.detach().cpu()
 

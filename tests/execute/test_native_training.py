@@ -11,7 +11,7 @@ import torch
 import lazystep
 from benchmarks import models
 from lazystep import config
-from tests.helpers import count, nightly
+from tests.helpers import count, descend, nightly
 
 pytestmark = pytest.mark.timeout(900)
 NUM_STEPS = 200
@@ -30,9 +30,7 @@ def train(
     for number in range(NUM_STEPS):
         x, y = make_batch()
         loss = loss_fn(model(x.to(device)), y.to(device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         schedule.step()
         losses.append(loss.detach())
         if device == "lazy":

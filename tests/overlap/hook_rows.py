@@ -33,7 +33,7 @@ def hooked(run: Run, hook: Any, state: Any, model: nn.Module | None = None, **dd
 
 row("no hook", HOOKS)(simple)
 row("allreduce_hook", HOOKS)(lambda run: hooked(run, default_hooks.allreduce_hook, run.world.group))
-row("allreduce_hook, 3 ranks", HOOKS, num_ranks=3)(
+row("allreduce_hook", HOOKS, num_ranks=3)(
     lambda run: hooked(run, default_hooks.allreduce_hook, run.world.group)
 )
 row("fp16_compress_hook", HOOKS)(lambda run: hooked(run, default_hooks.fp16_compress_hook, run.world.group))

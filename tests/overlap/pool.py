@@ -32,6 +32,17 @@ class World:
     group: dist.ProcessGroup
 
 
+def raised_by(call: Callable[[], object], notes: list[str] | None = None) -> str:
+    """What a call raises, as text that can be sent from its rank; its notes are added to a list."""
+    try:
+        call()
+    except Exception as error:
+        if notes is not None:
+            notes += getattr(error, "__notes__", [])
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 class RankError(Exception):
     """A function raised on a rank, or its process ended or gave no answer in time."""
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from .models import Convolutions, GroupCounter, SignDescent
 from .row import row, start
-from .rows import third_party
+from .rows import with_optimizer
 from .training import Run, mlp
 
 
@@ -32,42 +34,36 @@ def overlapping(run: Run) -> None:
     run.train(ddp, first, second)
 
 
-@row("an existing hook", refused_at="set-up", words="has a communication hook already")
-def existing_hook(run: Run) -> None:
+def hooked_before(run: Run, register: Callable[[DistributedDataParallel], object]) -> None:
     ddp = run.ddp(mlp())
-    ddp.register_comm_hook(run.world.group, default_hooks.allreduce_hook)
+    register(ddp)
     optimizer = run.optimizer(ddp.parameters())
     run.overlap(ddp, optimizer)
     run.train(ddp, optimizer)
 
 
-@row("an existing built-in hook", refused_at="set-up", words="has a communication hook already")
-def existing_builtin_hook(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
-    run.train(ddp, optimizer)
-
-
-@row("LBFGS", refused_at="set-up", words="LBFGS")
-def lbfgs(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    run.overlap(ddp, torch.optim.LBFGS(ddp.parameters()))
-
-
+row("an existing hook", refused_at="set-up", words="has a communication hook already")(
+    lambda run: hooked_before(
+        run, lambda ddp: ddp.register_comm_hook(run.world.group, default_hooks.allreduce_hook)
+    )
+)
+row("an existing built-in hook", refused_at="set-up", words="has a communication hook already")(
+    lambda run: hooked_before(
+        run, lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    )
+)
+row("LBFGS", refused_at="set-up", words="LBFGS")(lambda run: with_optimizer(run, torch.optim.LBFGS))
 row("a third-party optimizer, undeclared", refused_at="set-up", words="per_parameter=True")(
-    lambda run: third_party(run, SignDescent, False)
+    lambda run: with_optimizer(run, SignDescent)
 )
 row("a group-level counter, wrongly declared per parameter", refused_at="backward", words="num_steps")(
-    lambda run: third_party(run, GroupCounter, True)
+    lambda run: with_optimizer(run, GroupCounter, True)
 )
 
 
-@row("SyncBatchNorm on the CPU", refused_at="set-up", words="SyncBatchNorm")
-def sync_batch_norm(run: Run) -> None:
-    ddp = run.ddp(nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions()))
-    run.overlap(ddp, run.optimizer(ddp.parameters()))
+row("SyncBatchNorm on the CPU", refused_at="set-up", words="SyncBatchNorm")(
+    lambda run: start(run, nn.SyncBatchNorm.convert_sync_batchnorm(Convolutions()))
+)
 
 
 @row("DDP mixed precision", refused_at="set-up", words="mixed precision")
@@ -80,8 +76,7 @@ def mixed_precision(run: Run) -> None:
 @row("the python reducer", refused_at="set-up", words="python reducer")
 def python_reducer(run: Run) -> None:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp = run.ddp(mlp())
-        run.overlap(ddp, run.optimizer(ddp.parameters()))
+        start(run)
 
 
 @row("FSDP, or no DDP at all", refused_at="set-up", words="FSDP")
@@ -100,32 +95,22 @@ def zero(run: Run) -> None:
     run.overlap(ddp, made)
 
 
-@row("settings that differ between ranks", refused_at="set-up", words="differs between ranks")
-def disagreement(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1 * (1 + run.world.rank))
-    run.overlap(ddp, optimizer)
-
-
-@row("a refusal on one rank only", refused_at="set-up", words="SignDescent")
-def one_refuses(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    kind: Any = torch.optim.SGD if run.world.rank == 0 else SignDescent
-    run.overlap(ddp, kind(ddp.parameters()))
-
-
-@row("skip_all_reduce_unused_params", refused_at="set-up", words="skip_all_reduce_unused_params")
-def skip_unused(run: Run) -> None:
-    ddp = run.ddp(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    run.overlap(ddp, run.optimizer(ddp.parameters()))
+row("settings that differ between ranks", refused_at="set-up", words="differs between ranks")(
+    lambda run: with_optimizer(run, lambda p: torch.optim.SGD(p, lr=0.1 * (1 + run.world.rank)))
+)
+row("a refusal on one rank only", refused_at="set-up", words="SignDescent")(
+    lambda run: with_optimizer(run, torch.optim.SGD if run.world.rank == 0 else SignDescent)
+)
+row("skip_all_reduce_unused_params", refused_at="set-up", words="skip_all_reduce_unused_params")(
+    lambda run: start(run, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+)
 
 
 @row("delay_all_reduce_named_params", refused_at="set-up", words="delay_all_reduce_named_params")
 def delayed(run: Run) -> None:
     model = mlp()
     options = {"param_to_hook_all_reduce": model[0].weight}
-    ddp = run.ddp(model, delay_all_reduce_named_params=[("6.weight", model[6].weight)], **options)
-    run.overlap(ddp, run.optimizer(ddp.parameters()))
+    start(run, model, delay_all_reduce_named_params=[("6.weight", model[6].weight)], **options)
 
 
 @row("`step` replaced on the instance", refused_at="set-up", words="replaced")

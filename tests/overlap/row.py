@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .training import Run, Script, mlp
 
@@ -30,9 +30,14 @@ ROWS: dict[str, Row] = {}
 HOOKS: dict[str, Row] = {}
 
 
-def row(name: str, table: dict[str, Row] = ROWS, **facts: Any) -> Callable[[Script], Script]:
+def row(
+    name: str, table: dict[str, Row] = ROWS, num_ranks: int = 2, **facts: Any
+) -> Callable[[Script], Script]:
+    """Add a script to a table. The number of ranks is part of the row's name where it is not 2."""
+    name += f", {num_ranks} ranks" if num_ranks != 2 else ""
+
     def add(script: Script) -> Script:
-        table[name] = Row(name, script, **facts)
+        table[name] = Row(name, script, num_ranks, **facts)
         return script
 
     return add
@@ -45,5 +50,11 @@ def start(run: Run, model: nn.Module | None = None, **options: Any) -> tuple[Any
     return ddp, optimizer
 
 
-def simple(run: Run, model: nn.Module | None = None, **options: Any) -> None:
-    run.train(*start(run, model, **options))
+def simple(
+    run: Run,
+    model: nn.Module | None = None,
+    prepare: Callable[[Tensor], Tensor] = lambda batch: batch,
+    **options: Any,
+) -> None:
+    ddp, optimizer = start(run, model, **options)
+    run.train(lambda batch: ddp(prepare(batch)), optimizer)

@@ -6,35 +6,25 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from .models import (
-    Branches,
-    Checkpointed,
-    Complex,
-    Convolutions,
-    DecayAfterwards,
-    SignDescent,
-    Tied,
-    Transposed,
-    TwiceCheckpointed,
-    Words,
-)
+from . import models
 from .row import row, simple, start
 from .training import NUM_STEPS, Run, mlp
 
 row("plain")(simple)
-row("plain, 3 ranks", num_ranks=3)(simple)
-row("gradient_as_bucket_view")(lambda run: simple(run, gradient_as_bucket_view=True))
-row("gradient_as_bucket_view, 3 ranks", num_ranks=3)(lambda run: simple(run, gradient_as_bucket_view=True))
+row("plain", num_ranks=3)(simple)
+row("gradient_as_bucket_view")(partial(simple, gradient_as_bucket_view=True))
+row("gradient_as_bucket_view", num_ranks=3)(partial(simple, gradient_as_bucket_view=True))
 
 
-@row("gradient_as_bucket_view, zero_grad(set_to_none=False), 3 ranks", num_ranks=3)
-def bucket_view_kept_3(run: Run) -> None:
+@row("gradient_as_bucket_view, zero_grad(set_to_none=False)", num_ranks=3)
+def bucket_view_kept(run: Run) -> None:
     ddp, optimizer = start(run, mlp(), gradient_as_bucket_view=True)
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
@@ -42,15 +32,15 @@ def bucket_view_kept_3(run: Run) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-row("batched_grad_copy, 3 ranks", num_ranks=3)(lambda run: simple(run, batched_grad_copy=True))
-row("static graph")(lambda run: simple(run, static_graph=True))
-row("static graph, bucket views, 3 ranks", num_ranks=3)(
-    lambda run: simple(run, static_graph=True, gradient_as_bucket_view=True)
+row("batched_grad_copy", num_ranks=3)(partial(simple, batched_grad_copy=True))
+row("static graph")(partial(simple, static_graph=True))
+row("static graph, bucket views", num_ranks=3)(
+    partial(simple, static_graph=True, gradient_as_bucket_view=True)
 )
 
 
 def branches(run: Run, use_b: Callable[[int, int], bool], set_to_none: bool = True, **options: Any) -> None:
-    ddp, optimizer = start(run, Branches(), find_unused_parameters=True, **options)
+    ddp, optimizer = start(run, models.Branches(), **{"find_unused_parameters": True, **options})
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step), use_b(step, run.world.rank)).square().mean())
         optimizer.step()
@@ -67,22 +57,17 @@ row("find_unused_parameters, never used")(lambda run: branches(run, lambda step,
 row("find_unused_parameters, zero_grad(set_to_none=False)")(
     lambda run: branches(run, lambda step, rank: step % 3 != 1, set_to_none=False)
 )
-row("find_unused_parameters, bucket views, 3 ranks", num_ranks=3)(
+row("find_unused_parameters, bucket views", num_ranks=3)(
     lambda run: branches(run, lambda step, rank: (step + rank) % 3 != 1, gradient_as_bucket_view=True)
 )
-
-
-@row("unused parameters of a static graph")
-def unused_static(run: Run) -> None:
-    ddp, optimizer = start(run, Branches(), static_graph=True)
-    for step in range(NUM_STEPS):
-        run.backward(ddp(run.batch(step), False).square().mean())
-        run.step(optimizer)
+row("unused parameters of a static graph")(
+    lambda run: branches(run, lambda step, rank: False, find_unused_parameters=False, static_graph=True)
+)
 
 
 @row("sparse gradients")
 def sparse(run: Run) -> None:
-    ddp = run.ddp(Words())
+    ddp = run.ddp(models.Words())
     dense = run.optimizer(ddp.module.head.parameters())
     words = torch.optim.SparseAdam(ddp.module.words.parameters(), lr=0.01)
     run.watched.append(words)
@@ -91,18 +76,8 @@ def sparse(run: Run) -> None:
     run.train(ddp, dense, words)
 
 
-@row("sparse gradients, plain SGD, 3 ranks", num_ranks=3)
-def sparse_sgd(run: Run) -> None:
-    ddp = run.ddp(Words())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    run.watched.append(optimizer)
-    run.overlap(ddp, optimizer)
-    run.train(ddp, optimizer)
-
-
-row("no_sync accumulation")(lambda run: accumulate(run))
-row("no_sync accumulation, bucket views, 3 ranks", num_ranks=3)(
-    lambda run: accumulate(run, gradient_as_bucket_view=True)
+row("sparse gradients, plain SGD", num_ranks=3)(
+    lambda run: with_optimizer(run, lambda p: torch.optim.SGD(p, lr=0.1), model=models.Words())
 )
 
 
@@ -115,36 +90,31 @@ def accumulate(run: Run, **options: Any) -> None:
         run.step(optimizer)
 
 
-@row("no_sync, then unused in the synchronized pass")
-def no_sync_unused(run: Run) -> None:
-    ddp, optimizer = start(run, Branches(), find_unused_parameters=True)
+row("no_sync accumulation")(accumulate)
+row("no_sync accumulation, bucket views", num_ranks=3)(partial(accumulate, gradient_as_bucket_view=True))
+
+
+def no_sync_unused(run: Run, use_b: Callable[[int], bool], **options: Any) -> None:
+    ddp, optimizer = start(run, models.Branches(), find_unused_parameters=True, **options)
     for step in range(NUM_STEPS):
         with ddp.no_sync():
             run.backward(ddp(run.batch(step), True).square().mean())
-        run.backward(ddp(run.batch(step + 50), step % 2 == 0).square().mean())
+        run.backward(ddp(run.batch(step + 50), use_b(step)).square().mean())
         run.step(optimizer)
 
 
-@row(
-    "no_sync, then unused in the synchronized pass, bucket views, 3 ranks",
+row("no_sync, then unused in the synchronized pass")(
+    partial(no_sync_unused, use_b=lambda step: step % 2 == 0)
+)
+row(
+    "no_sync, then unused in the synchronized pass, bucket views",
     num_ranks=3,
     refused_at="backward",
     words="how built-in DDP rounds it is not known",
-)
-def no_sync_unused_views(run: Run) -> None:
-    ddp, optimizer = start(run, Branches(), find_unused_parameters=True, gradient_as_bucket_view=True)
-    for step in range(NUM_STEPS):
-        with ddp.no_sync():
-            run.backward(ddp(run.batch(step), True).square().mean())
-        run.backward(ddp(run.batch(step + 50), False).square().mean())
-        run.step(optimizer)
+)(partial(no_sync_unused, use_b=lambda step: False, gradient_as_bucket_view=True))
 
 
-@row(
-    "a second synchronized backward before step()",
-    refused_at="backward",
-    words="before optimizer.step()",
-)
+@row("a second synchronized backward before step()", refused_at="backward", words="before optimizer.step()")
 def second_backward(run: Run) -> None:
     ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
@@ -153,26 +123,20 @@ def second_backward(run: Run) -> None:
         run.step(optimizer)
 
 
-def join(run: Run, model: nn.Module | None = None, **options: Any) -> None:
-    find_unused = options.pop("find_unused_parameters", False)
-    ddp, optimizer = start(run, model or mlp(), find_unused_parameters=find_unused)
-    with Join([ddp], **options):
+def join(run: Run, divide_by_initial_world_size: bool, **ddp_options: Any) -> None:
+    ddp, optimizer = start(run, **ddp_options)
+    with Join([ddp], divide_by_initial_world_size=divide_by_initial_world_size):
         run.train(ddp, optimizer, steps=range(3 + 2 * run.world.rank))
     run.train(ddp, optimizer, steps=range(20, 22))
 
 
-row("join, divided by the initial number of ranks")(lambda run: join(run, divide_by_initial_world_size=True))
-row("join, divided by the remaining number of ranks")(
-    lambda run: join(run, divide_by_initial_world_size=False)
-)
-row("join, divided by the initial number of ranks, 3 ranks", num_ranks=3)(
-    lambda run: join(run, divide_by_initial_world_size=True)
-)
-row("join, divided by the remaining number of ranks, 3 ranks", num_ranks=3)(
-    lambda run: join(run, divide_by_initial_world_size=False)
-)
-row("join, find_unused_parameters, 3 ranks", num_ranks=3)(
-    lambda run: join(run, find_unused_parameters=True, divide_by_initial_world_size=False)
+for num_ranks in (2, 3):
+    for which, is_initial in (("initial", True), ("remaining", False)):
+        row(f"join, divided by the {which} number of ranks", num_ranks=num_ranks)(
+            partial(join, divide_by_initial_world_size=is_initial)
+        )
+row("join, find_unused_parameters", num_ranks=3)(
+    partial(join, find_unused_parameters=True, divide_by_initial_world_size=False)
 )
 
 
@@ -202,53 +166,44 @@ def ignored(run: Run) -> None:
     simple(run, model)
 
 
-@row("frozen parameters")
-def frozen(run: Run) -> None:
+def partly_frozen() -> nn.Module:
     model = mlp()
     model[2].requires_grad_(False)
-    simple(run, model)
+    return model
+
+
+row("frozen parameters")(lambda run: simple(run, partly_frozen()))
 
 
 @row("parameters unfrozen late")
 def unfrozen(run: Run) -> None:
-    model = mlp()
-    model[2].requires_grad_(False)
+    model = partly_frozen()
     ddp, optimizer = start(run, model)
     run.train(ddp, optimizer, steps=range(3))
     model[2].requires_grad_(True)
     run.train(ddp, optimizer, steps=range(3, NUM_STEPS))
 
 
-row("shared parameters")(lambda run: simple(run, Tied()))
-
-
-@row("reentrant checkpointing")
-def reentrant(run: Run) -> None:
-    ddp, optimizer = start(run, Checkpointed(reentrant=True))
-    for step in range(NUM_STEPS):
-        run.backward(ddp(run.batch(step).requires_grad_()).square().mean())
-        run.step(optimizer)
-
-
-row("non-reentrant checkpointing")(lambda run: simple(run, Checkpointed(reentrant=False)))
-
-
-@row("reentrant checkpointing of a layer used twice, static graph")
-def reentrant_twice(run: Run) -> None:
-    ddp, optimizer = start(run, TwiceCheckpointed(reentrant=True), static_graph=True)
-    for step in range(NUM_STEPS):
-        run.backward(ddp(run.batch(step).requires_grad_()).square().mean())
-        run.step(optimizer)
-
-
-row("channels_last parameters")(lambda run: simple(run, Convolutions().to(memory_format=torch.channels_last)))
-row("channels_last parameters, bucket views")(
+row("shared parameters")(lambda run: simple(run, models.Tied()))
+row("reentrant checkpointing")(
+    lambda run: simple(run, models.Checkpointed(reentrant=True), Tensor.requires_grad_)
+)
+row("non-reentrant checkpointing")(lambda run: simple(run, models.Checkpointed(reentrant=False)))
+row("reentrant checkpointing of a layer used twice, static graph")(
     lambda run: simple(
-        run, Convolutions().to(memory_format=torch.channels_last), gradient_as_bucket_view=True
+        run, models.TwiceCheckpointed(reentrant=True), Tensor.requires_grad_, static_graph=True
     )
 )
-row("transposed parameters, and one with gaps")(lambda run: simple(run, Transposed()))
-row("complex parameters")(lambda run: simple(run, Complex()))
+row("channels_last parameters")(
+    lambda run: simple(run, models.Convolutions().to(memory_format=torch.channels_last))
+)
+row("channels_last parameters, bucket views")(
+    lambda run: simple(
+        run, models.Convolutions().to(memory_format=torch.channels_last), gradient_as_bucket_view=True
+    )
+)
+row("transposed parameters, and one with gaps")(lambda run: simple(run, models.Transposed()))
+row("complex parameters")(lambda run: simple(run, models.Complex()))
 
 
 @row("float64 and float32 parameters in one model")
@@ -264,15 +219,10 @@ def mixed_types(run: Run) -> None:
     simple(run, Mixed())
 
 
-@row("bfloat16 parameters, 3 ranks", num_ranks=3)
-def bfloat16(run: Run) -> None:
-    ddp, optimizer = start(run, mlp().bfloat16())
-    for step in range(NUM_STEPS):
-        run.backward(ddp(run.batch(step).bfloat16()).square().mean())
-        run.step(optimizer)
+row("bfloat16 parameters", num_ranks=3)(lambda run: simple(run, mlp().bfloat16(), Tensor.bfloat16))
 
 
-@row("autocast to bfloat16, 3 ranks", num_ranks=3)
+@row("autocast to bfloat16", num_ranks=3)
 def autocast(run: Run) -> None:
     ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
@@ -314,41 +264,35 @@ row("clipping by value")(
 )
 
 
-@row("clipping by hand between backward and step()", refused_at="step", words="was changed or cleared")
-def clip_by_hand(run: Run) -> None:
+def touched(run: Run, touch: Callable[[Any, Any, int], object]) -> None:
+    """Something is done between backward and step()."""
     ddp, optimizer = start(run)
     for step in range(NUM_STEPS):
         run.backward(5 * ddp(run.batch(step)).square().mean())
-        nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
+        touch(ddp, optimizer, step)
         run.step(optimizer)
 
 
-@row("hyperparameters changed between backward and step()", refused_at="step", words="lr changed")
-def lr_by_hand(run: Run) -> None:
-    ddp, optimizer = start(run)
-    for step in range(NUM_STEPS):
-        run.backward(ddp(run.batch(step)).square().mean())
-        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
-        run.step(optimizer)
+@torch.no_grad()
+def decay(ddp: nn.Module) -> None:
+    for p in ddp.parameters():
+        p.mul_(0.99)
 
 
-@row("parameters changed between backward and step()", refused_at="step", words="the value of 0.weight")
-def decay_by_hand(run: Run) -> None:
-    ddp, optimizer = start(run)
-    for step in range(NUM_STEPS):
-        run.backward(ddp(run.batch(step)).square().mean())
-        with torch.no_grad():
-            for p in ddp.parameters():
-                p.mul_(0.99)
-        run.step(optimizer)
-
-
-@row("gradients cleared between backward and step()", refused_at="step", words="was changed or cleared")
-def cleared(run: Run) -> None:
-    ddp, optimizer = start(run)
-    run.backward(ddp(run.batch(0)).square().mean())
-    optimizer.zero_grad()
-    run.step(optimizer)
+row("clipping by hand between backward and step()", refused_at="step", words="was changed or cleared")(
+    lambda run: touched(run, lambda ddp, optimizer, step: nn.utils.clip_grad_norm_(ddp.parameters(), 0.3))
+)
+row("hyperparameters changed between backward and step()", refused_at="step", words="lr changed")(
+    lambda run: touched(
+        run, lambda ddp, optimizer, step: optimizer.param_groups[0].update(lr=0.1 / (step + 1))
+    )
+)
+row("parameters changed between backward and step()", refused_at="step", words="the value of 0.weight")(
+    lambda run: touched(run, lambda ddp, optimizer, step: decay(ddp))
+)
+row("gradients cleared between backward and step()", refused_at="step", words="was changed or cleared")(
+    lambda run: touched(run, lambda ddp, optimizer, step: optimizer.zero_grad())
+)
 
 
 def scaled(run: Run, clip: bool, given: bool = True) -> None:
@@ -372,27 +316,23 @@ def scaled(run: Run, clip: bool, given: bool = True) -> None:
     run.watched.append(scaler)
 
 
-row("GradScaler, with an inf step", overlaps=False)(lambda run: scaled(run, clip=False))
-row("GradScaler and clipping, with an inf step", overlaps=False)(lambda run: scaled(run, clip=True))
+row("GradScaler, with an inf step", overlaps=False)(partial(scaled, clip=False))
+row("GradScaler and clipping, with an inf step", overlaps=False)(partial(scaled, clip=True))
 row("GradScaler that was not passed", refused_at="step", words="GradScaler")(
-    lambda run: scaled(run, clip=False, given=False)
+    partial(scaled, clip=False, given=False)
 )
 
 
 @row("torch.compile of the DDP model")
 def compiled(run: Run) -> None:
-    ddp = run.ddp(mlp(), bucket_cap_mb=None)  # dynamo's splitter wants the first bucket smaller
-    optimizer = run.optimizer(ddp.parameters())
-    run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run, bucket_cap_mb=None)  # dynamo's splitter wants the first bucket smaller
     run.train(torch.compile(ddp, backend="aot_eager"), optimizer)
     torch._dynamo.reset()
 
 
 @row("torch.compile below DDP")
 def compiled_inside(run: Run) -> None:
-    model = mlp()
-    ddp, optimizer = start(run, torch.compile(model, backend="aot_eager"), bucket_cap_mb=None)
-    run.train(ddp, optimizer)
+    simple(run, torch.compile(mlp(), backend="aot_eager"), bucket_cap_mb=None)
     torch._dynamo.reset()
 
 
@@ -444,8 +384,8 @@ def scheduled(run: Run, before: bool) -> None:
     run.seen += [torch.tensor(group["lr"]) for group in optimizer.param_groups]
 
 
-row("parameter groups, a scheduler made before")(lambda run: scheduled(run, before=True))
-row("parameter groups, a scheduler made after")(lambda run: scheduled(run, before=False))
+row("parameter groups, a scheduler made before")(partial(scheduled, before=True))
+row("parameter groups, a scheduler made after")(partial(scheduled, before=False))
 
 
 @row("add_param_group and load_state_dict in mid-training")
@@ -523,24 +463,20 @@ def never_cleared(run: Run) -> None:
         optimizer.step()
 
 
-@row("removed in mid-training, 3 ranks", num_ranks=3)
+@row("removed in mid-training", num_ranks=3)
 def removed(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    handle = run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     run.train(ddp, optimizer, steps=range(4))
-    if handle:
+    for handle in run.handles:
         handle.remove()
     run.train(ddp, optimizer, steps=range(4, NUM_STEPS))
 
 
 @row("removed and overlapped again")
 def overlapped_again(run: Run) -> None:
-    ddp = run.ddp(mlp())
-    optimizer = run.optimizer(ddp.parameters())
-    handle = run.overlap(ddp, optimizer)
+    ddp, optimizer = start(run)
     run.train(ddp, optimizer, steps=range(3))
-    if handle:
+    for handle in run.handles:
         handle.remove()
     run.train(ddp, optimizer, steps=range(3, 5))
     run.overlap(ddp, optimizer)
@@ -549,7 +485,7 @@ def overlapped_again(run: Run) -> None:
 
 @row("evaluation between the steps")
 def evaluation(run: Run) -> None:
-    ddp, optimizer = start(run, Convolutions())
+    ddp, optimizer = start(run, models.Convolutions())
     for step in range(NUM_STEPS):
         run.backward(ddp(run.batch(step)).square().mean())
         run.step(optimizer)
@@ -559,15 +495,17 @@ def evaluation(run: Run) -> None:
         ddp.train()
 
 
-def third_party(run: Run, kind: Any, per_parameter: bool) -> None:
-    ddp = run.ddp(mlp())
+def with_optimizer(run: Run, kind: Any, per_parameter: bool = False, model: nn.Module | None = None) -> None:
+    ddp = run.ddp(model or mlp())
     optimizer = kind(ddp.parameters())
     run.watched.append(optimizer)
     run.overlap(ddp, optimizer, per_parameter=per_parameter)
     run.train(ddp, optimizer)
 
 
-row("a third-party optimizer, declared per parameter")(lambda run: third_party(run, SignDescent, True))
+row("a third-party optimizer, declared per parameter")(
+    lambda run: with_optimizer(run, models.SignDescent, True)
+)
 row("a subclass whose step() calls its base's")(
-    lambda run: third_party(run, lambda p: DecayAfterwards(p, 0.1, 0.9), True)
+    lambda run: with_optimizer(run, lambda p: models.DecayAfterwards(p, 0.1, 0.9), True)
 )

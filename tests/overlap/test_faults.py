@@ -12,25 +12,23 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lazystep.errors import OverlapError
 from lazystep.overlap import overlap_optimizer
+from tests.helpers import descend
 
-from .pool import Pool, World
+from .pool import Pool, World, raised_by
 from .training import BUCKET_CAP_MB, mlp
 
 
-def make(world: World, **options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer, Any]:
+def make(world: World, kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(3)
     ddp = DistributedDataParallel(mlp(), process_group=world.group, bucket_cap_mb=BUCKET_CAP_MB)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    optimizer = kind(ddp.parameters(), lr=0.1, momentum=0.9)
     return ddp, optimizer, overlap_optimizer(ddp, optimizer, **options)
 
 
 def step(ddp: Any, optimizer: Any, seed: int, world: World) -> None:
     torch.manual_seed(10 * seed + world.rank)
-    ddp(torch.randn(4, 6)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    descend(ddp(torch.randn(4, 6)).square().mean(), optimizer)
 
 
 def values(ddp: Any) -> list[torch.Tensor]:
@@ -54,16 +52,11 @@ def train_until_killed(world: World, kill_at: int, bucket_to_kill: int) -> dict[
     ddp, optimizer, handle = make(world, hook=averaging_or_dying)
     for number in range(kill_at - 1):
         step(ddp, optimizer, number, world)
-    before, raised = values(ddp), []
+    before = values(ddp)
     torch.manual_seed(99)
     loss = ddp(torch.randn(4, 6)).square().mean()
-    for call in (loss.backward, optimizer.step, optimizer.step, lambda: ddp(torch.randn(4, 6))):
-        try:
-            call()
-        except Exception as error:
-            raised.append(f"{type(error).__name__}: {error}")
-        else:
-            raised.append("nothing")
+    calls = (loss.backward, optimizer.step, optimizer.step, lambda: ddp(torch.randn(4, 6)))
+    raised = [raised_by(call) for call in calls]
     changed = [not torch.equal(a, b) for a, b in zip(before, values(ddp), strict=True)]
     last = [e for e in handle.events() if e.backward == kill_at]
     return {
@@ -113,10 +106,7 @@ class FailsOnce(torch.optim.SGD):
 
 
 def fail_and_recover(world: World) -> dict[str, Any]:
-    torch.manual_seed(3)
-    ddp = DistributedDataParallel(mlp(), process_group=world.group, bucket_cap_mb=BUCKET_CAP_MB)
-    optimizer = FailsOnce(ddp.parameters(), lr=0.1, momentum=0.9)
-    overlap_optimizer(ddp, optimizer, per_parameter=True)
+    ddp, optimizer, _ = make(world, FailsOnce, per_parameter=True)
     step(ddp, optimizer, 0, world)
     saved = copy.deepcopy((ddp.state_dict(), optimizer.state_dict()))
     if world.rank == 0:
@@ -125,18 +115,9 @@ def fail_and_recover(world: World) -> dict[str, Any]:
     torch.manual_seed(10 + world.rank)
     loss = ddp(torch.randn(4, 6)).square().mean()
     for call in (loss.backward, optimizer.step, optimizer.step, lambda: ddp(torch.randn(4, 6))):
-        try:
-            call()
-            seen["raised"].append("nothing")
-        except Exception as error:
-            seen["raised"].append(f"{type(error).__name__}: {error}")
-            seen["notes"] += getattr(error, "__notes__", [])
+        seen["raised"].append(raised_by(call, seen["notes"]))
     optimizer.load_state_dict(saved[1])
-    try:
-        ddp(torch.randn(4, 6))
-        seen["half a reload"] = "enough"
-    except OverlapError:
-        seen["half a reload"] = "not enough"
+    seen["after half a reload"] = raised_by(lambda: ddp(torch.randn(4, 6)))
     ddp.load_state_dict(saved[0])
     optimizer.zero_grad()
     for number in range(1, 4):
@@ -164,7 +145,7 @@ def test_failed_update_raises_on_every_rank_and_reloading_recovers(pool: Pool) -
     assert backward == "nothing"
     assert "an update failed on rank 0" in forward
     for seen, expected in zip((failed, other), pool.run(train_four_steps), strict=True):
-        assert seen["half a reload"] == "not enough"
+        assert seen["after half a reload"].startswith("OverlapError")
         assert all(map(torch.equal, seen["after"], expected)), "DDP's reducer went on undamaged"
 
 
@@ -189,14 +170,9 @@ def fail_in_the_future(world: World, how: str) -> dict[str, Any]:
     ddp, optimizer, handle = make(world, hook=failing)
     step(ddp, optimizer, 0, world)
     step(ddp, optimizer, 1, world)
-    before, broken, raised = values(ddp), True, []
+    before, broken = values(ddp), True
     loss = ddp(torch.randn(4, 6)).square().mean()
-    for call in (loss.backward, optimizer.step):
-        try:
-            call()
-            raised.append("nothing")
-        except Exception as error:
-            raised.append(f"{type(error).__name__}: {error}")
+    raised = [raised_by(call) for call in (loss.backward, optimizer.step)]
     changed = sum(not torch.equal(a, b) for a, b in zip(before, values(ddp), strict=True))
     first = [e.updated for e in handle.events() if e.backward == 3 and e.bucket == 0]
     return {"raised": raised, "changed": changed, "first": first}
@@ -223,28 +199,23 @@ def reload_between(world: World, what: str) -> str:
     optimizer.load_state_dict(saved[1])
     if what == "both":
         ddp.load_state_dict(saved[0])
-    try:
-        optimizer.step()
-    except OverlapError as error:
-        return str(error)
-    return "stepped"
+    return raised_by(optimizer.step)
 
 
 def test_reload_of_the_optimizer_alone_before_step_is_refused(pool: Pool) -> None:
     for message in pool.run(reload_between, "optimizer"):
+        assert message.startswith("OverlapError: ")
         assert "param_groups were replaced between backward() and step()" in message
-    assert pool.run(reload_between, "both") == ["stepped", "stepped"]
+    assert pool.run(reload_between, "both") == ["nothing", "nothing"]
 
 
 def remove_too_early(world: World) -> str:
     ddp, _, handle = make(world)
     ddp(torch.randn(4, 6)).square().mean().backward()
-    try:
-        handle.remove()
-    except OverlapError as error:
-        return str(error)
-    return "removed"
+    return raised_by(handle.remove)
 
 
 def test_remove_before_step_is_refused(pool: Pool) -> None:
-    assert all("call optimizer.step() before remove()" in message for message in pool.run(remove_too_early))
+    for message in pool.run(remove_too_early):
+        assert message.startswith("OverlapError: ")
+        assert "call optimizer.step() before remove()" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lazystep import metrics
 from lazystep.errors import OverlapError, UnsupportedError
 from lazystep.overlap import optimizer_in_backward
+from tests.helpers import descend
 
 from .models import Checkpointed, DecayAfterwards, GroupCounter, SignDescent, Tied
 from .table import TORCH_OPTIMIZERS, forms_of
@@ -27,9 +29,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Any = range
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in steps:
         torch.manual_seed(step)
-        model(torch.randn(4, 6)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model(torch.randn(4, 6)).square().mean(), optimizer)
         scheduler.step()
 
 
@@ -40,6 +40,13 @@ def state_of(*things: Any) -> list[torch.Tensor]:
 def assert_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
     assert len(first) == len(second) > 0
     assert max(map(largest_difference, first, second)) == 0
+
+
+def in_backward(kind: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, Any, Any]:
+    """A model, its optimizer and the handle."""
+    model = mlp()
+    optimizer = kind(model.parameters(), lr=0.1)
+    return model, optimizer, optimizer_in_backward(model, optimizer, **options)
 
 
 def compare(model: nn.Module, make: Any, **options: Any) -> Any:
@@ -69,13 +76,8 @@ def test_model_is_equal_to_the_plain_loop(model: nn.Module) -> None:
     compare(model, lambda p: torch.optim.AdamW(p, lr=0.01))
 
 
-def test_declared_third_party_optimizer_is_equal() -> None:
-    compare(mlp(), SignDescent, per_parameter=True)
-
-
 def test_each_gradient_is_freed_before_the_next_parameter_gets_one() -> None:
-    model = mlp()
-    optimizer_in_backward(model, torch.optim.AdamW(model.parameters()))
+    model, _, _ = in_backward(torch.optim.AdamW)
     alive: list[int] = []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(
@@ -112,9 +114,7 @@ def test_parameters_outside_the_model_and_without_gradient_are_left_to_step() ->
     for step in range(4):
         for net, scale, optimizer in ((model, outside, ours), (reference, reference_outside, plain)):
             torch.manual_seed(step)
-            (net(torch.randn(4, 6)) * scale).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend((net(torch.randn(4, 6)) * scale).square().mean(), optimizer)
     assert torch.equal(outside, reference_outside)
     assert not torch.equal(outside, torch.ones(4))
     assert_equal(state_of(model), state_of(reference))
@@ -145,9 +145,7 @@ def test_state_dict_resumes_without_it_and_back() -> None:
 
 
 def test_second_backward_before_step_raises_and_poisons() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer_in_backward(model, optimizer)
+    model, optimizer, _ = in_backward()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     loss = model(torch.randn(4, 6)).sum()
     second = model(torch.randn(4, 6)).sum()
@@ -184,8 +182,7 @@ def test_error_of_the_update_keeps_its_type_and_names_the_parameter() -> None:
         def step(self, closure: Any = None) -> Any:
             raise ArithmeticError("no")
 
-    model = mlp()
-    optimizer_in_backward(model, Failing(model.parameters(), lr=0.1), per_parameter=True)
+    model, _, _ = in_backward(Failing, per_parameter=True)
     with pytest.raises(ArithmeticError, match="no") as caught:
         model(torch.randn(4, 6)).sum().backward()
     assert any("updating 6." in note for note in caught.value.__notes__)
@@ -194,15 +191,17 @@ def test_error_of_the_update_keeps_its_type_and_names_the_parameter() -> None:
 
 
 def test_create_graph_is_refused() -> None:
-    model = mlp()
-    optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _, _ = in_backward()
     with pytest.warns(UserWarning, match="create_graph"), pytest.raises(OverlapError, match="create_graph"):
         model(torch.randn(4, 6)).sum().backward(create_graph=True)
 
 
 @pytest.mark.parametrize("gather_bytes", [0, 1 << 30])
-def test_subclass_that_calls_its_base_is_equal(gather_bytes: int) -> None:
-    compare(mlp(), lambda p: DecayAfterwards(p, 0.1, 0.9), per_parameter=True, gather_bytes=gather_bytes)
+@pytest.mark.parametrize(
+    "kind", [SignDescent, partial(DecayAfterwards, lr=0.1, momentum=0.9)], ids=["own", "subclass"]
+)
+def test_declared_third_party_optimizer_is_equal(kind: Any, gather_bytes: int) -> None:
+    compare(mlp(), kind, per_parameter=True, gather_bytes=gather_bytes)
 
 
 def test_refusals_at_set_up() -> None:
@@ -226,9 +225,7 @@ def test_counter_of_a_group_is_noticed() -> None:
 
 def test_grad_scaler_is_refused_by_itself() -> None:
     """There are no gradients to unscale, and torch's scaler says so."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer_in_backward(model, optimizer)
+    model, optimizer, _ = in_backward()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.randn(4, 6)).sum()).backward()
     with pytest.raises(AssertionError, match="No inf checks"):
@@ -236,9 +233,7 @@ def test_grad_scaler_is_refused_by_itself() -> None:
 
 
 def test_remove_gives_the_plain_loop_back() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = optimizer_in_backward(model, optimizer)
+    model, optimizer, handle = in_backward()
     model(torch.randn(4, 6)).sum().backward()
     with pytest.raises(OverlapError, match=r"call optimizer.step\(\) before remove"):
         handle.remove()
@@ -250,9 +245,7 @@ def test_remove_gives_the_plain_loop_back() -> None:
 
 
 def test_model_and_optimizer_are_freed() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = optimizer_in_backward(model, optimizer)
+    model, optimizer, handle = in_backward()
     train(model, optimizer, range(1))
     references = [weakref.ref(thing) for thing in (model, optimizer, handle)]
     del model, optimizer, handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,9 +36,8 @@ def test_views_follow_the_strides_of_dense_parameters() -> None:
     assert views[1].stride() == transposed.stride()
     assert views[2].is_contiguous(), "one with gaps has a gradient without"
     assert [int(view.min()) for view in views] == [0, 120, 126, 134]
-    assert all(
-        view.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr() for view in views
-    )
+    memory = bucket.buffer.untyped_storage().data_ptr()
+    assert all(view.untyped_storage().data_ptr() == memory for view in views)
 
 
 @pytest.mark.parametrize(
@@ -153,23 +153,16 @@ class StandInStream:
         self.streams.calls.append(f"{self.name} waits for {other.name}")
 
 
-class Recorded:
-    """Stands in for a reduced tensor on the device."""
+def reduction(streams: Streams) -> Any:
+    """Stands in for the future of a reduced tensor on the device."""
+    note = streams.calls.append
+    reduced = SimpleNamespace(record_stream=lambda stream: note(f"kept alive for {stream.name}"))
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    def wait() -> Any:
+        note(f"{streams.current} waits for a reduction")
+        return reduced
 
-    def record_stream(self, stream: StandInStream) -> None:
-        self.streams.calls.append(f"kept alive for {stream.name}")
-
-
-class Ready:
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-
-    def wait(self) -> Any:
-        self.streams.calls.append(f"{self.streams.current} waits for a reduction")
-        return Recorded(self.streams)
+    return SimpleNamespace(wait=wait)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -191,7 +184,7 @@ def test_updates_run_on_the_side_stream_and_join_before_backward_returns(
     log = EventLog()
     for index in range(2):
         bucket = Bucket(index, index == 1, torch.zeros(1), [])
-        queue.add(bucket, Ready(streams), log.bucket_ready(index, bucket.buffer))  # type: ignore[arg-type]
+        queue.add(bucket, reduction(streams), log.bucket_ready(index, bucket.buffer))
     assert streams.calls == [], "nothing waits inside the hooks"
     queued.pop(0)()
     bucket_calls = ["side waits for a reduction", "kept alive for side"]

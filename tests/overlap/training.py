@@ -88,7 +88,9 @@ class Run:
         optimizer.step()
         optimizer.zero_grad()
 
-    def train(self, ddp: nn.Module, *optimizers: torch.optim.Optimizer, steps: Iterable[int] = ()) -> None:
+    def train(
+        self, ddp: Callable[..., Any], *optimizers: torch.optim.Optimizer, steps: Iterable[int] = ()
+    ) -> None:
         """The ordinary loop."""
         for step in steps or range(NUM_STEPS):
             self.backward(ddp(self.batch(step)).square().mean())

@@ -50,31 +50,25 @@ def test_storage_writes_names_the_first_writer_of_an_input() -> None:
     assert small_program().storage_writes() == {0: 2}
 
 
+def sin(argument: int, result: int) -> Instruction:
+    return instruction("aten.sin.default", (Ref(argument),), (result,))
+
+
+def add(slot: int, result: int, writes: tuple[int, ...] = ()) -> Instruction:
+    return instruction("aten.add.Tensor", (Ref(0), ScalarRef(slot)), (result,), writes)
+
+
 BROKEN = {
-    "used before it is defined": {"instructions": (instruction("aten.sin.default", (Ref(9),), (1,)),)},
-    "defined twice": {
-        "instructions": (
-            instruction("aten.sin.default", (Ref(0),), (1,)),
-            instruction("aten.sin.default", (Ref(0),), (1,)),
-        )
-    },
+    "used before it is defined": {"instructions": (sin(9, 1),)},
+    "defined twice": {"instructions": (sin(0, 1), sin(0, 1))},
     "is not defined": {"outputs": (7,)},
     "listed twice": {"outputs": (1, 1)},
-    "slot 3 does not exist": {
-        "instructions": (instruction("aten.add.Tensor", (Ref(0), ScalarRef(3)), (1,)),)
-    },
-    "never merged": {
-        "instructions": (
-            instruction("aten.add.Tensor", (Ref(0), ScalarRef(0)), (1,)),
-            instruction("aten.add.Tensor", (Ref(0), ScalarRef(0)), (2,)),
-        )
-    },
-    "written but is not an argument": {
-        "instructions": (instruction("aten.add.Tensor", (Ref(0), ScalarRef(0)), (1,), (2,)),)
-    },
+    "slot 3 does not exist": {"instructions": (add(3, 1),)},
+    "never merged": {"instructions": (add(0, 1), add(0, 2))},
+    "written but is not an argument": {"instructions": (add(0, 1, writes=(2,)),)},
     "reaches past its storage": {"storages": (Storage(8, True), Storage(16, False), Storage(16, False))},
     "made by the program": {"storages": (Storage(16, False), Storage(16, False), Storage(16, False))},
-    "has no type": {"instructions": (instruction("aten.sin.default", (Ref(0),), (5,)),), "outputs": ()},
+    "has no type": {"instructions": (sin(0, 5),), "outputs": ()},
 }
 
 

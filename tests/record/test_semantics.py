@@ -14,6 +14,7 @@ from torch import nn
 
 import lazystep
 from lazystep import metrics
+from tests.helpers import descend
 
 
 def same(got: Any, want: Any) -> None:
@@ -143,26 +144,15 @@ def indexing(d: str) -> Any:
 
 def data_dependent(d: str) -> Any:
     x = base(d)
-    return (
-        torch.nonzero(x > 5),
-        x[x > 5],
-        torch.unique(x // 3),
-        torch.masked_select(x, x > 3),
-        torch.where(x > 8),
-    )
+    large = x > 5
+    masked = torch.masked_select(x, x > 3)
+    return torch.nonzero(large), x[large], torch.unique(x // 3), masked, torch.where(x > 8)
 
 
 def many_types(d: str) -> Any:
     results = []
-    for dtype in (
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-        torch.float16,
-        torch.bfloat16,
-    ):
+    integers = torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool
+    for dtype in (*integers, torch.float16, torch.bfloat16):
         x = torch.tensor([0, 1, 1]).to(dtype).to(d)
         results += [x + x, x * 2, x / 3, x.sum(), x == x, x.to(torch.float64)]
     return results
@@ -427,9 +417,7 @@ def test_lstm_layer_trains_whatever_its_size(width: int) -> None:
         found = []
         for _ in range(3):
             loss = lstm(x)[0].square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss, optimizer)
             found.append(loss.item())
         return found
 

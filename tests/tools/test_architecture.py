@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT, run_python
+
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
 WALKS = CONCEPTS.partition("## Two walks")[2].partition("\n## ")[0]
 STEPS = [line for line in WALKS.splitlines() if re.match(r"\d+\. ", line)]
@@ -71,13 +69,8 @@ print(json.dumps({"changed": changed, "has_device": hasattr(torch, "lazy"), "mod
 
 
 def changes_of(imported: str) -> dict[str, list[str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", CHANGES.replace("IMPORTED", imported)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
+    done = run_python("-c", CHANGES.replace("IMPORTED", imported))
+    assert done.returncode == 0, done.stderr
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 
@@ -92,13 +85,8 @@ def test_page_lists_everything_that_the_import_replaces(changes_without_device: 
     # What torch changes by itself when more of it is imported is in both, and its counters are in capitals.
     changed = set(changes_of("lazystep")["changed"]) - set(changes_without_device["changed"])
     assert not {name for name in changed if not name.rpartition(".")[2].isupper()} - listed
-    assert listed - changed <= {
-        "torch.lazy",
-        "torch.serialization",
-        "torch.utils.checkpoint",
-        "torch.compile",
-        "torch.load",
-    }
+    mentioned = {"torch.lazy", "torch.serialization", "torch.utils.checkpoint", "torch.compile", "torch.load"}
+    assert listed - changed <= mentioned
 
 
 def test_overlap_and_the_builder_leave_torch_alone(changes_without_device: dict[str, list[str]]) -> None:
@@ -117,4 +105,5 @@ def test_first_use_of_another_name_brings_the_device() -> None:
         "assert (torch.ones(2).to('lazy') + 1).tolist() == [2.0, 2.0]\n"
         "from lazystep import overlap, to_cpu\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    done = run_python("-c", script)
+    assert done.returncode == 0, done.stderr

@@ -30,10 +30,8 @@ def run_demo(directory: Path, *args: str) -> Result:
 def test_demo_trains_logs_saves_resumes_and_reports(tmp_path: Path) -> None:
     done = run_demo(tmp_path)
     assert done.exit_code == 0, done.output
-    assert "40 steps in" in done.output
-    assert "tensors equal to the bit" in done.output
-    assert "step     1  loss 5." in done.output
-    assert "closures queued" in done.output
+    for text in ("40 steps in", "tensors equal to the bit", "step     1  loss 5.", "closures queued"):
+        assert text in done.output
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 41)), "resuming neither repeats nor leaves out"
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -88,9 +86,7 @@ def test_demo_waits_for_the_native_step_but_not_for_ever(monkeypatch: pytest.Mon
     assert demo_run._is_over(now - 1)
 
 
-def test_demo_fails_when_the_resumed_state_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_fails_if_the_resumed_state_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = demo_run.Trainer.load
 
     def load_and_move(self: Any, path: Path) -> None:

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 import lazystep
 from lazystep import cli, extensions
 from lazystep.extensions import RECORDER, RUNNER, Extension, ExtensionError
+from tests.helpers import ROOT, run_python
 
-ROOT = Path(lazystep.__file__).parents[1]
 HERE = torch.__version__.partition("+")[0]
 
 
@@ -132,9 +132,7 @@ def test_extension_of_another_torch_is_refused_with_the_command(modules: Path) -
 
 
 @pytest.mark.parametrize("here", ["2.13.0", "2.13.0+cpu", "2.13.0a0+git12", "2.13.0.dev20260101+cu130"])
-def test_only_the_release_of_torch_is_compared(
-    modules: Path, monkeypatch: pytest.MonkeyPatch, here: str
-) -> None:
+def test_only_torchs_release_is_compared(modules: Path, monkeypatch: pytest.MonkeyPatch, here: str) -> None:
     (modules / "built_for_2_13_0.py").write_text("torch_version = '2.13.0'")
     monkeypatch.setattr(torch, "__version__", here)
     assert Extension("built_for_2_13_0", "recorder").load().torch_version == "2.13.0"
@@ -187,9 +185,7 @@ def test_import_fails_if_an_extension_does_not_fit(extension: Extension) -> None
         f"sys.modules[{extension.module!r}] = types.SimpleNamespace(torch_version='2.12.1')\n"
         "import lazystep\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", code)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert f"ExtensionError: lazystep's {extension.name} was built for torch 2.12.1" in last

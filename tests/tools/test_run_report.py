@@ -17,6 +17,7 @@ from lazystep.errors import ClosureError
 from lazystep.runs import chart_data, facts
 from lazystep.runs.chart_data import PageError, Segment, read_lanes, read_series, thin
 from lazystep.runs.page import to_html, write_page
+from tests.helpers import descend, failing
 
 NUM_STEPS = 12
 
@@ -33,9 +34,7 @@ def train(run: lazystep.RunDirectory) -> None:
     @lazystep.step
     def train_step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         return loss
 
     for step in range(NUM_STEPS):
@@ -112,11 +111,8 @@ def test_row_of_a_step_that_ends_after_its_log_is_counted(tmp_path: Path) -> Non
 
 
 def test_failed_closure_is_raised_in_the_end(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise ArithmeticError("no")
-
     with pytest.raises(ClosureError, match="no"), lazystep.RunDirectory(tmp_path):
-        lazystep.add_step_closure(fail, run_async=True)
+        lazystep.add_step_closure(failing("no"), run_async=True)
     assert json.loads((tmp_path / "run.json").read_text())["counters"]["closures_failed"] == 1
 
 
@@ -137,15 +133,8 @@ def test_closing_report_names_reasons_and_lines(directory: Path) -> None:
 
 
 def span(start: float, end: float, kind: str, thread: int = 1) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": kind,
-        "cat": kind,
-        "ts": start * 1e6,
-        "dur": (end - start) * 1e6,
-        "tid": thread,
-        "pid": 1,
-    }
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "name": kind, "cat": kind, "tid": thread, "pid": 1, **times}
 
 
 def test_innermost_span_counts() -> None:

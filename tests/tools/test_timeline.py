@@ -21,6 +21,7 @@ from lazystep.compile.builder import Builder, BuildError, Request
 from lazystep.errors import ClosureError, LazyStepError, StepError
 from lazystep.execute.run import Run
 from lazystep.overlap.event_log import EventLog
+from tests.helpers import descend, failing
 
 Events = list[dict[str, Any]]
 
@@ -49,9 +50,7 @@ def train(num_steps: int, done: Callable[[Any], None] | None = None) -> torch.Te
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(num_steps):
         loss = model(torch.ones(4, 3, device="lazy")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         if done is not None:
             lazystep.add_step_closure(done, (loss,), run_async=True)
         lazystep.mark_step()
@@ -70,11 +69,8 @@ def test_every_part_of_a_step_is_there_on_its_thread(tmp_path: Path) -> None:
     events = read(tmp_path / "trace.json")
     steps = [event["args"]["step"] for event in of(events, "barrier")]
     assert len(steps) == 3
-    for category, thread in (
-        ("recording", "MainThread"),
-        ("barrier", "MainThread"),
-        ("execution", "lazystep-executor"),
-    ):
+    threads = {"recording": "MainThread", "barrier": "MainThread", "execution": "lazystep-executor"}
+    for category, thread in threads.items():
         found = of(events, category)
         assert [event["args"]["step"] for event in found] == steps, category
         assert {thread_of(events, event) for event in found} == {thread}
@@ -208,9 +204,7 @@ def request(deliver: Callable[[Any], None]) -> Request:
     return Request(program, {}, 1, deliver)
 
 
-def test_build_is_seen_from_the_parent_also_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_build_is_seen_from_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lazystep.compile.builder.COMMAND", ("false",))
     results: list[Any] = []
     done = threading.Event()
@@ -246,11 +240,8 @@ def test_buckets_are_in_the_trace_and_in_the_log_by_one_writer(tmp_path: Path) -
     events = read(tmp_path / "trace.json")
     buckets = of(events, "overlap")
     names = {(thread_of(events, event), event["name"]) for event in buckets}
-    assert names == {
-        ("updates", "update 0"),
-        ("reduction of bucket 0", "reduce 0"),
-        ("reduction of bucket 1", "reduce 1"),
-    }
+    reductions = {(f"reduction of bucket {number}", f"reduce {number}") for number in range(2)}
+    assert names == {("updates", "update 0"), *reductions}
     mine = of(log.to_chrome_trace(3)["traceEvents"], "overlap")
     assert {event["name"] for event in mine} == {event["name"] for event in buckets}
     assert {event["pid"] for event in mine} == {3}
@@ -271,11 +262,8 @@ def test_block_that_raises_has_its_trace(tmp_path: Path) -> None:
 
 
 def test_failures_are_left_for_the_next_barrier(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise ArithmeticError("no")
-
     with lazystep.profile(tmp_path / "trace.json"):
-        lazystep.add_step_closure(fail, run_async=True)
+        lazystep.add_step_closure(failing("no"), run_async=True)
         lazystep.run_step_closures()
     with pytest.raises(ClosureError, match="no"):
         lazystep.mark_step()
