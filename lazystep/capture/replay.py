@@ -405,7 +405,11 @@ class Replay:
             return None
         made = _Context(leaves, numbers, [place.get() for place in self._read_before])
 
+        is_queued = False
+
         def add_closures(outputs: Handles[Handle]) -> None:
+            nonlocal is_queued
+            is_queued = True
             made.outputs = outputs
             for added, recipes, spec in self._closures:
                 args, kwargs = pytree.tree_unflatten([recipe(made) for recipe in recipes], spec)
@@ -419,7 +423,7 @@ class Replay:
             scalars = numbers[: len(self._program.scalars)]
             runtime.replay(self.variant, self._layout, handles, scalars, context, add_closures)
         except BaseException:
-            if not hasattr(made, "outputs"):  # not queued: the counts are those of the step before
+            if not is_queued:  # then the counts are those of the step before
                 for number, value in zip(self._host_state, before, strict=False):
                     number[0] = value
             raise
