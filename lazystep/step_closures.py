@@ -116,6 +116,7 @@ class DeviceContext:
         self._ended: list[tuple[list[StepClosure], list[StepClosure]]] = []
         # Async closures of ended steps that are not queued yet.
         self._held: list[StepClosure] = []
+        self._is_queueing = False  # a thread is queueing them
 
     def __repr__(self) -> str:
         return f"DeviceContext({self.device!r})"
@@ -190,13 +191,22 @@ class DeviceContext:
         self.sync_handler(sync_closures)
 
     def _queue_held(self) -> None:
-        """Queue the async closures of ended steps."""
-        while True:
-            with self._lock:
-                if not self._held:
-                    return
-                closure = self._held.pop(0)
-            self.async_handler.put(closure)
+        """Queue the async closures of ended steps. One thread at a time does so, for all, in their order."""
+        with self._lock:
+            if self._is_queueing:
+                return
+            self._is_queueing = True
+        try:
+            while True:
+                with self._lock:
+                    if not self._held:
+                        self._is_queueing = False
+                        return
+                    closure = self._held.pop(0)
+                self.async_handler.put(closure)
+        except BaseException:
+            self._is_queueing = False
+            raise
 
     def flush(self, timeout: float | None) -> None:
         """See `flush_step_closures`."""
