@@ -12,7 +12,7 @@ STAMP := $(VENV)/installed
 demo: $(STAMP)
 	$(BIN)/lazystep demo
 
-# One minute, of every part something; the table is in tests/conftest.py.
+# Under a minute, with tests of every part. The table of files is in tests/conftest.py.
 fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m fast
 
@@ -35,8 +35,8 @@ wheel: $(STAMP)
 	rm -rf build/lib* build/bdist*
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
-# The recorder's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package. What the sanitizer
-# itself keeps, freed memory and the stacks of who freed it, is kept small: a test compares the memory of the process.
+# The recorder's tests under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package. The options
+# bound the memory that the sanitizer keeps for itself, because a test looks for growth of the process.
 SANITIZED := build/sanitized
 sanitize: $(STAMP)
 	mkdir -p $(SANITIZED)
@@ -59,7 +59,7 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
-# Optional: what `bench` compares with beyond torch. An environment of its own, so that JAX's numpy is no matter of ours.
+# Optional: what `bench` compares with beyond torch. JAX gets an environment of its own, because it may need another NumPy.
 bench-peers: $(JAX_VENV)/installed
 
 $(JAX_VENV)/installed:

@@ -28,7 +28,7 @@ EXTENSIONS = {
 # The lowest standard that torch's headers compile with. Of C++20 they use default values of bit-fields, which
 # compilers take in C++17 as well, with a warning.
 STANDARD = "c++17"
-TRIAL = """
+SAMPLE = """
 #include <optional>
 #include <string_view>
 static_assert(__cplusplus >= 201703L, "");
@@ -46,7 +46,7 @@ def find_compiler() -> str:
         looked_for = f"$CXX = {chosen}" if chosen else f"$CXX, {', '.join(COMPILERS)}"
         refuse(f"a {STANDARD.upper()} compiler, and none was found (looked for {looked_for})")
     command = [*shlex.split(found[0]), f"-std={STANDARD}", "-fsyntax-only", "-x", "c++", "-"]
-    done = subprocess.run(command, input=TRIAL, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=SAMPLE, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.splitlines()
         reason = next((line for line in lines if "error" in line), f"exit status {done.returncode}").strip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..interrupts import uninterrupted
-from ..record.handle import Handle, Handles, Memory, handle_of_host_tensor
+from ..record.handle import Handle, Handles, Memory, adopt_host_tensor
 from ..record.tensor import find_handle, find_handles, have_handles, wrap
 from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
@@ -193,14 +193,16 @@ class Replay:
             else:
                 constant = self._constant(earlier, call, position)
                 if self._is_lasting(position):
-                    self._constants.append((position, handle_of_host_tensor(constant)))
+                    self._constants.append((position, adopt_host_tensor(constant)))
                 else:
                     self._fresh.append((position, constant.clone))
                     lasting.pop()
         self._state_positions = [n for n, _, _ in self._items] + [n for n, _ in self._slots]
         self._pattern = self._memory_pattern(lasting)
-        self._last_state: list[Any] = []  # the state's handles at the last replay
-        self._last_handles: list[Any] = []  # those and the constants, by position; empty before any replay
+        self._last_state: list[Handle] = []  # the state's handles at the last replay
+        self._last_handles: list[
+            Handle | None
+        ] = []  # those and the constants, by position; empty before any replay
         self._state_memories: set[Memory] = set()
 
     def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
@@ -393,7 +395,9 @@ class Replay:
             return True, results[0]
         return True, pytree.tree_unflatten(results, self._result_spec)
 
-    def _queue(self, leaves: Sequence[Any], handles: list[Any], context: DeviceContext) -> _Context | None:
+    def _queue(
+        self, leaves: Sequence[Any], handles: list[Handle | None], context: DeviceContext
+    ) -> _Context | None:
         """Compute the numbers, draw, queue the program. None, with nothing changed, if numbers don't fit."""
         # A draw may run out of memory. Nothing else here fails.
         before = [number[0] for number in self._host_state] if self._fresh else ()
@@ -419,9 +423,10 @@ class Replay:
             for position, make in self._fresh:
                 tensor = make()
                 if position >= 0:
-                    handles[position] = handle_of_host_tensor(tensor)
+                    handles[position] = adopt_host_tensor(tensor)
             scalars = numbers[: len(self._program.scalars)]
-            runtime.replay(self.variant, self._layout, handles, scalars, context, add_closures)
+            inputs = cast("list[Handle]", handles)  # every position is filled now
+            runtime.replay(self.variant, self._layout, inputs, scalars, context, add_closures)
         except BaseException:
             if not is_queued:  # then the counts are those of the step before
                 for number, value in zip(self._host_state, before, strict=False):
@@ -441,7 +446,7 @@ class Replay:
         if first is not None:
             raise first
 
-    def _inputs(self, leaves: Sequence[Any]) -> list[Any] | None:
+    def _inputs(self, leaves: Sequence[Any]) -> list[Handle | None] | None:
         """The handles of all inputs except fresh ones; None if types or memory sharing have changed."""
         try:
             tensors = [container[key] for _, container, key in self._items]
@@ -464,32 +469,34 @@ class Replay:
             if self._memory_pattern([h for h in handles if h is not None]) != self._pattern:
                 return None
             # Remembered only after all checks passed: a refused state must be checked again next time.
-            self._last_state = [handles[position] for position in self._state_positions]
+            state = [handles[position] for position in self._state_positions]
+            self._last_state = cast("list[Handle]", state)
             self._last_handles = handles.copy()
             for position, _ in self._arguments:
                 self._last_handles[position] = None
             self._state_memories = {h.memory for h in self._last_handles if h is not None}
         return handles
 
-    def _read_state(self, tensors: list[Any]) -> list[Any] | None:
+    def _read_state(self, tensors: list[Any]) -> list[Handle | None] | None:
         """The handles of state and constants, by position; None if a place holds no lazy tensor."""
         state = find_handles(tensors)
         if None in state:
             return None
-        handles: list[Any] = [None] * len(self._types)
+        handles: list[Handle | None] = [None] * len(self._types)
         for position, handle in zip(self._state_positions, state, strict=True):
             handles[position] = handle
         for position, handle in self._constants:
             handles[position] = handle
         return handles
 
-    def _arguments_are_apart(self, handles: list[Any]) -> bool:
+    def _arguments_are_apart(self, handles: list[Handle | None]) -> bool:
         """Whether no argument shares memory with another argument or with state, which is the usual case.
 
         Then nothing else has to be compared: the types of arguments are part of the kind that selected this
         replay.
         """
-        memories = [handles[position].memory for position, _ in self._arguments]
+        arguments = [handles[position] for position, _ in self._arguments]
+        memories = [handle.memory for handle in arguments if handle is not None]
         is_apart = len(set(memories)) == len(memories) and self._state_memories.isdisjoint(memories)
         return is_apart and not self._pattern
 

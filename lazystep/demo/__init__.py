@@ -1,4 +1,7 @@
-"""The demo: a byte-level GPT learns Python from the source of Python's standard library."""
+"""The demo: a byte-level GPT learns Python from the source of Python's standard library.
+
+Reading order: byte_gpt, display, run.
+"""
 
 from ..record.source import count_as_user_code
 

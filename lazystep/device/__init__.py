@@ -1,1 +1,4 @@
-"""Everything that lazystep changes in torch. Reading order: install, kernels, tensor_methods, patches."""
+"""Everything that lazystep changes in torch.
+
+Reading order: install, kernels, device_module, tensor_methods, patches.
+"""

@@ -1,4 +1,4 @@
-"""`import lazystep` calls `install`. Nothing else registers with torch or patches it."""
+"""`import lazystep` calls `install`, which lists everything that it registers and patches."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Run:
             return failure
         if self._outputs is not None:  # None if the run was abandoned meanwhile
             self._outputs.deliver(tensors)
-        del tensors  # who wakes when the run is done must not find a last output held here
+        del tensors  # a thread that wakes now may count the references to an output
         self._finish(RunState.DONE)
         return None
 

@@ -11,7 +11,7 @@ from .. import metrics
 from ..eager import serial_dispatch
 from ..errors import report
 from ..record import observer
-from ..record.handle import Handle, handle_of_host_tensor
+from ..record.handle import Handle, adopt_host_tensor
 from ..record.recorder import Recorder
 from ..record.source import user_line
 from ..record.tensor import handle_of, is_lazy
@@ -86,7 +86,7 @@ def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
     if not is_lazy(source):
         with serial_dispatch():
             moved = func(source, **{**kwargs, "device": CPU, "non_blocking": False})
-            return wrap_any(handle_of_host_tensor(moved))
+            return wrap_any(adopt_host_tensor(moved))
     if device is None or device.type == "lazy":
         return run_on_host(recorder, func, args, kwargs, "sparse tensor")
     if device.type == "meta":

@@ -3,7 +3,7 @@
 torch decomposes composites before the lazy device sees them, and some of them ask `is_cpu()` on the way:
 attention would record its 25-op fallback instead of the flash kernel, an LSTM hundreds of ops instead of one
 per layer, dropout another random stream. The kernels here stand at the key `AutogradLazy`, above autograd.
-They say small, hot composites again in Python, as C++ runs them for CPU tensors. Large ones run their own
+They reimplement small, hot composites in Python, as C++ runs them for CPU tensors. Large ones run their own
 C++ on tensors that claim to be on the CPU: see `facade`. A test compares the op lists of CPU and lazy over
 torch's module database, so a composite that is missing shows up.
 """

@@ -131,8 +131,8 @@ class OpDispatch:
         """See `Dispatch.on_full`."""
         self._recorder.barrier.on_full()
 
-    def on_draw(self) -> None:
-        """See `Dispatch.on_draw`."""
+    def count_draw(self) -> None:
+        """See `Dispatch.count_draw`."""
         metrics.count("random_draws")
 
     def refuse(self) -> None:

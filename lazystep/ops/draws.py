@@ -14,7 +14,7 @@ from .. import metrics
 from ..eager import eager_dispatch, serial_dispatch
 from ..program.types import TensorType
 from ..record import observer
-from ..record.handle import Handle, handle_of_host_tensor
+from ..record.handle import Handle, adopt_host_tensor
 from ..record.observer import Draw
 from ..record.recorder import Recorder
 from ..record.tensor import find_handle, handle_of, wrap
@@ -48,7 +48,7 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if written is not None and handle_of(written).pristine:
             _tell_observer(handle_of(written), func, args, kwargs)
             return written
-        drawn = wrap(handle_of_host_tensor(out))
+        drawn = wrap(adopt_host_tensor(out))
     _tell_observer(handle_of(drawn), func, args, kwargs)
     return drawn if written is None else _aten.copy_.default(written, drawn)
 
@@ -68,7 +68,7 @@ def _empty(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
         return make_elsewhere(func, args, kwargs)
     out = make_elsewhere(func, args, {**kwargs, "device": CPU})
     with eager_dispatch():
-        handle = handle_of_host_tensor(out)
+        handle = adopt_host_tensor(out)
         handle.pristine = out.layout is torch.strided
     tensor = wrap_any(handle)
     _tell_observer(handle, torch.empty_like, (tensor,), {})

@@ -10,7 +10,7 @@ from .. import metrics
 from ..eager import eager_dispatch, serial_dispatch
 from ..errors import UnsupportedError
 from ..program.types import type_of
-from ..record.handle import Memory, handle_of_host_tensor
+from ..record.handle import Memory, adopt_host_tensor
 from ..record.recorder import Recorder
 from ..record.snapshot import preserve_snapshots
 from ..record.source import user_line
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def from_host(tensor: torch.Tensor) -> torch.Tensor:
     """A lazy tensor with a copy of the values that a host tensor has now."""
     with serial_dispatch():
-        return wrap_any(handle_of_host_tensor(tensor.detach().clone()))
+        return wrap_any(adopt_host_tensor(tensor.detach().clone()))
 
 
 def run_on_host(
@@ -85,13 +85,13 @@ class _Results:
             assert handle.tensor is not None
             if handle.type.layout is not torch.strided:
                 if writes:
-                    retype_any(tensor, handle_of_host_tensor(real))
+                    retype_any(tensor, adopt_host_tensor(real))
                 continue
             self._memories[handle.tensor.untyped_storage()._cdata] = handle.memory
             handle.memory.nbytes = handle.tensor.untyped_storage().nbytes()
             if writes and type_of(real) is not handle.type:
                 cdata = real.untyped_storage()._cdata
-                retype_any(tensor, handle_of_host_tensor(real, self._memories.get(cdata)))
+                retype_any(tensor, adopt_host_tensor(real, self._memories.get(cdata)))
 
     def to_lazy(self, leaf: Any) -> Any:
         """A result, or a list or tuple of results, on the lazy device."""
@@ -110,8 +110,8 @@ class _Results:
                 "Move the tensor to the CPU first: .cpu()"
             )
         if leaf.layout is not torch.strided:
-            return wrap_any(handle_of_host_tensor(leaf))
+            return wrap_any(adopt_host_tensor(leaf))
         cdata = leaf.untyped_storage()._cdata
-        handle = handle_of_host_tensor(leaf, self._memories.get(cdata))
+        handle = adopt_host_tensor(leaf, self._memories.get(cdata))
         self._memories[cdata] = handle.memory
         return wrap(handle)

@@ -9,8 +9,10 @@ with `OptimizerHookState` and `as_functional`, and `apply_optim_in_backward_hook
 
 Reading order: `backward_callbacks` (the points in backward where code can run), `bucket` and `average` (the
 tensors that DDP reduces, and the arithmetic), `bucket_queue` (wait for and update buckets in order),
-`partial_step` and `early_steps` (step some parameters of an ordinary optimizer early), `engine` (ties these
-together for one DDP model).
+`partial_step` and `early_steps` (step some parameters of an ordinary optimizer early), `side_stream`,
+`event_log`, `health` and `peers` (what a bucket's update needs around it), `engine` (ties these together for
+one DDP model), `refusals`, `overlap_optimizer`, `in_backward`, `building_blocks`, `compress`. Torch's private
+parts are used in `ddp_internals` and `optimizer_internals`.
 """
 
 from .building_blocks import (

@@ -208,8 +208,8 @@ class Dispatch(Protocol):
     def on_full(self) -> None:
         """The recording has reached its largest size."""
 
-    def on_draw(self) -> None:
-        """The kernel has drawn random numbers."""
+    def count_draw(self) -> None:
+        """The kernel has drawn random numbers: count it."""
 
     def refuse(self) -> None:
         """Raise, because this is a forked child."""

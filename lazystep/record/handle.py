@@ -15,7 +15,7 @@ from ..errors import LazyStepError
 from ..program.types import type_of
 from ._recorder import Handle, Handles, Memory
 
-__all__ = ["Handle", "Handles", "Memory", "PendingRun", "handle_of_host_tensor"]
+__all__ = ["Handle", "Handles", "Memory", "PendingRun", "adopt_host_tensor"]
 
 
 class PendingRun(Protocol):
@@ -33,7 +33,7 @@ class PendingRun(Protocol):
         """Why the step failed, once it has run."""
 
 
-def handle_of_host_tensor(tensor: torch.Tensor, memory: Memory | None = None) -> Handle:
+def adopt_host_tensor(tensor: torch.Tensor, memory: Memory | None = None) -> Handle:
     """A handle whose value is known already. Takes over `tensor`, which nothing else may write."""
     type_ = type_of(tensor)
     if memory is None:

@@ -1,7 +1,7 @@
 """An observer looks on while a call is recorded: that is how a step is captured.
 
-There is one observer at a time, and it observes one call. The recorder tells it of the call's draws, the
-context of closures, the barrier of programs.
+There is one observer at a time, and it observes one call. The recorder tells it of the call's
+draws. The context tells it of closures. The barrier tells it of programs.
 """
 
 from __future__ import annotations

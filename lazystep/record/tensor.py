@@ -49,7 +49,6 @@ def get_tensor_id(tensor: torch.Tensor) -> int:
 
         seen[lazystep.get_tensor_id(weight)] = name
     """
-    if not is_lazy(tensor):
-        raise ValueError(f"expected a tensor on the lazy device, got one on {tensor.device}")
+    handle_of(tensor)  # raises for any other object
     number: int = tensor.__dict__.setdefault("_tensor_id", next(_ids))
     return number

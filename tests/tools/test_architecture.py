@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -26,13 +27,25 @@ def test_walks_are_short_and_name_a_function_and_a_file_in_each_step() -> None:
 def test_function_of_a_walk_exists(name: str, file: str) -> None:
     path = ROOT / "lazystep" / file
     if path.suffix == ".cpp":
-        assert re.search(rf"^[\w:<>&* ]*\b{re.escape(name)}\(", path.read_text(), re.MULTILINE)
+        # A definition: from the first column to a brace, without the semicolon of a call or declaration.
+        pattern = rf"^[\w:<>&*][\w:<>&* ]*\b{re.escape(name)}\([^;]*?\{{|^{re.escape(name)}\([^;]*?\{{"
+        assert re.search(pattern, path.read_text(), re.MULTILINE)
         return
     found = importlib.import_module("lazystep." + file.removesuffix(".py").replace("/", "."))
     for part in name.split("."):
         found = getattr(found, part)
     assert callable(found)
     assert found.__module__ == "lazystep." + file.removesuffix(".py").replace("/", ".")
+
+
+ROOMS = sorted(path.parent for path in (ROOT / "lazystep").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room.name != "cli"], ids=lambda room: room.name)
+def test_reading_order_of_a_room_names_every_module(room: Any) -> None:
+    docstring = (room / "__init__.py").read_text().split('"""')[1]
+    named = set(re.findall(r"\w+", re.split(r"Reading\s+order:", docstring)[1]))
+    assert {path.stem for path in room.glob("*.py")} - {"__init__"} <= named
 
 
 # Prints which attributes of torch's modules and classes an import replaces or adds. A name that a module has

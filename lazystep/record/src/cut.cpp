@@ -73,7 +73,7 @@ std::vector<Ptr<Handle>> Handles::suspects() const {
   return found;
 }
 
-py::list Scalars::to_list() const {
+py::list Scalars::tolist() const {
   py::list list(numbers.size());
   for (size_t i = 0; i < numbers.size(); ++i) list[i] = to_python(numbers[i]);
   return list;

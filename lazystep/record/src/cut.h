@@ -29,7 +29,7 @@ struct Handles {
 struct Scalars {
   std::vector<Number> numbers;
 
-  py::list to_list() const;
+  py::list tolist() const;
 };
 
 // The memory that a run writes, by its storage number in the program.

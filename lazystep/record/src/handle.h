@@ -1,8 +1,8 @@
 // The runtime side of a value: a `Handle` per tensor value, a `Memory` per group of tensors that
 // share memory, and `LazyImpl`, the tensor on `device="lazy"` that carries a value.
 //
-// Nothing here holds memory for elements: a `Memory` is a storage without data, so that torch's own questions (do these two share memory? how large is it?)
-// get true answers, and `torch.save`, pickle and `untyped_storage` find something to ask.
+// Nothing here holds memory for elements. A `Memory` is a storage without data, so that torch's own
+// questions (do these two share memory? how large is it?) get true answers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +36,7 @@ struct Type : c10::intrusive_ptr_target {
   c10::SmallVector<int64_t, 5> stride;
 
   ~Type() override { forget(); }
-  // Here, too: the struct itself may be freed later, by who drops a weak reference under a lock.
+  // Here, too: a thread that drops a weak reference under a lock may free the struct later.
   void release_resources() override { forget(); }
 
  private:
@@ -140,7 +140,7 @@ struct LazyImpl final : c10::TensorImpl {
   Rebinds rebinds_;
 };
 
-// The lazy tensor behind an impl, or null. A sparse tensor of the Python class is none of ours.
+// The lazy tensor behind an impl, or null. A sparse lazy tensor is of a Python class and has no LazyImpl.
 inline LazyImpl* as_lazy(c10::TensorImpl* impl) {
   auto keys = impl->key_set();
   bool ours = keys.has_all(c10::DispatchKeySet(c10::DispatchKey::Lazy)) && !keys.has(c10::DispatchKey::Python);

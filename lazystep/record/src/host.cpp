@@ -68,7 +68,7 @@ bool is_ours(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> values, bo
 
 void use_thread_setter(SetNumThreads function) { set_num_threads = function; }
 
-bool run_on_host(const c10::OperatorHandle& op, Stack* stack, bool written, bool makes_pristine) {
+bool make_on_host(const c10::OperatorHandle& op, Stack* stack, bool written, bool makes_pristine) {
   size_t count = op.schema().arguments().size();
   auto values = torch::jit::last(*stack, count);
   if (!is_ours(op.schema(), values, written)) return false;

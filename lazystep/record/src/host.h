@@ -18,7 +18,7 @@ void use_thread_setter(SetNumThreads function);
 
 // Runs the op on the CPU with stand-ins for its lazy operands; `written` says that it writes the
 // first one, which must be pristine. False, with the stack untouched, if this is not for us.
-bool run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, bool written, bool makes_pristine);
+bool make_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, bool written, bool makes_pristine);
 
 // A copy of a CPU tensor as a lazy one, for `_to_copy`. False as above.
 bool copy_from_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);

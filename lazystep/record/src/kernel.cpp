@@ -25,7 +25,7 @@ using torch::jit::Stack;
 
 // The methods of the installed object, looked up once. Never destroyed: kernels outlive the interpreter.
 struct Python {
-  py::object dispatch, traits, decide, check_numbers, refuse_view, run_now, run_handler, source, on_full, on_draw,
+  py::object dispatch, traits, decide, check_numbers, refuse_view, run_now, run_handler, source, on_full, count_draw,
       refuse;
 };
 
@@ -285,7 +285,7 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   auto values = torch::jit::last(*stack, num_arguments);
   if (site.mode == Mode::kHandler) return run_handler(site, op, values, stack);
   if (site.mode == Mode::kEmpty) {
-    if (is_observed || !run_on_host(op, stack, false, true)) run_handler(site, op, values, stack);
+    if (is_observed || !make_on_host(op, stack, false, true)) run_handler(site, op, values, stack);
     return;
   }
   if (site.mode == Mode::kToCopy && copy_from_host(op, stack)) return;
@@ -309,8 +309,8 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
     Afterwards afterwards = record(line->decision, call, num_arguments, !schema.returns().empty(), stack);
     return after_recording(afterwards);
   }
-  if (line->action == Line::kDraw && !is_observed && run_on_host(op, stack, site.traits.is_writing, false)) {
-    call_python([] { python().on_draw(); });
+  if (line->action == Line::kDraw && !is_observed && make_on_host(op, stack, site.traits.is_writing, false)) {
+    call_python([] { python().count_draw(); });
     return;
   }
   run_in_python(site, op, values, stack, [&](const py::tuple& args, const py::dict& kwargs) {
@@ -352,7 +352,7 @@ void install(const py::object& dispatch) {
   auto method = [&](const char* name) { return py::object(dispatch.attr(name)); };
   python() = {
       dispatch, method("traits"), method("decide"), method("check_numbers"), method("refuse_view"),
-      method("run_now"), method("run_handler"), method("source"), method("on_full"), method("on_draw"), method("refuse")};
+      method("run_now"), method("run_handler"), method("source"), method("on_full"), method("count_draw"), method("refuse")};
 }
 
 py::object installed() { return python().dispatch; }

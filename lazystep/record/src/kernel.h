@@ -1,7 +1,7 @@
 // Catching ops: one boxed kernel at the dispatch key `Lazy` for every op that needs one.
 //
 // The kernel looks up the decision of the call and records the op. It calls Python for everything else: a
-// call that is new, random numbers that are being logged, values, tensors of other devices. See ops/dispatch.py.
+// call that is new, draws of an observed call, values, tensors of other devices. See ops/dispatch.py.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

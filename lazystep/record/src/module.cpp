@@ -186,7 +186,7 @@ void define_recorder(py::module_& module) {
       .def_property_readonly("entries", &entries_to_python)
       .def_property_readonly("sources", &sources_to_python);
 
-  py::class_<Scalars, std::shared_ptr<Scalars>>(module, "Scalars").def("tolist", &Scalars::to_list);
+  py::class_<Scalars, std::shared_ptr<Scalars>>(module, "Scalars").def("tolist", &Scalars::tolist);
 
   py::class_<Written, std::shared_ptr<Written>>(module, "Written")
       .def("with_snapshots", &Written::with_snapshots)
