@@ -62,7 +62,7 @@ class Runtime:
         if context is None and not self.recorder.num_entries:
             return None  # the barrier before a replay has nothing to do
         while True:
-            with uninterrupted(), self.recorder.lock:
+            with self.recorder.lock, uninterrupted():  # waiting for the lock can be interrupted
                 if self.executor.has_room() or not self.recorder.num_entries:
                     run = self._cut_and_submit()
                     if context is not None:
@@ -155,12 +155,12 @@ class Runtime:
         scalars: list[Number],
         context: DeviceContext,
         add_closures: Callable[[Handles[Handle]], None],
-    ) -> Handles[Handle]:
+    ) -> None:
         """Queue a known program on these inputs, as the whole of a step, without a recording.
 
-        Returns the handles of its outputs. `add_closures` gets them, too, when the program is queued. Needs
-        the recorder's lock, room among the steps in flight, and `uninterrupted`: nothing of the user's runs
-        before the program is queued.
+        `add_closures` gets the handles of the outputs when the program is queued. Needs the recorder's lock,
+        room among the steps in flight, and `uninterrupted`: nothing of the user's runs before the program is
+        queued.
         """
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
@@ -175,7 +175,6 @@ class Runtime:
         if profile is not None:
             args = {"step": run.step, "program": variant.executable.number}
             profile.add("barrier", "barrier", start, time.perf_counter(), **args)
-        return binding.outputs
 
     # -- reads, and the recorder's questions: see `Barrier` --------------------------------------
 

@@ -25,7 +25,6 @@ from .closure import AsyncClosureHandler, ClosureHandler, WhenFull
 from .config import settings
 from .errors import LazyStepError
 from .record import observer
-from .record.handle import Handle
 from .record.snapshot import Snapshot
 from .record.source import user_line
 from .record.tensor import find_handle
@@ -58,11 +57,6 @@ class StepClosure:
     def freeze(self) -> None:
         """Replace lazy tensors by snapshots, so that the closure sees their present values."""
         self.args, self.kwargs = pytree.tree_map(_freeze, (self.args, self.kwargs))
-
-    def handles(self) -> list[Handle]:
-        """The lazy tensors among the arguments."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [h for leaf in leaves if (h := find_handle(leaf)) is not None]
 
 
 def _freeze(leaf: Any) -> Any:
