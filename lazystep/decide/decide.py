@@ -35,7 +35,7 @@ from ..program.program import Arg, Number, Ref, ScalarRef
 from ..program.types import TensorType
 from .decision import Action, Decision, Operand
 from .facts import OpFacts
-from .stand_ins import call, describe, make
+from .stand_ins import call, describe, make, make_all
 from .trial import is_about_types, is_cheap, is_due_behind_inference, run_trial, try_numbers
 
 # Draws whose numbers depend on types and numbers, and on no tensor's values.
@@ -131,7 +131,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
     except Exception:
         # Eager decides what is an error and which one. If it accepts the call, inference was wrong.
         with eager_dispatch():
-            call(func, [make(o, torch.zeros) for o in operands], args, kwargs)
+            call(func, make_all(operands, torch.zeros), args, kwargs)
         return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
     finally:
         _inferring.active = False

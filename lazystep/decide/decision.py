@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 class Rebind(NamedTuple):
-    """An operand whose metadata the op changes, and what it becomes."""
+    """An operand whose metadata the op changes, and what it becomes. `nbytes`: what its memory must hold."""
 
     operand: int
     type: TensorType

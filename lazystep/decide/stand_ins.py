@@ -37,7 +37,8 @@ def describe(
             raise NotImplementedError(f"{decision.op} gives an argument a storage from nowhere")
         alias = storages.index(storage._cdata) if storage._cdata != storages[k] else k
         if type_ is not operands[k].type or alias != k or storage.nbytes() > operands[k].nbytes:
-            rebinds.append(Rebind(k, type_, alias, storage.nbytes()))
+            # What it needs, not what there was: the decision holds for memory of other sizes, too.
+            rebinds.append(Rebind(k, type_, alias, type_.extent))
     decision.rebinds = tuple(rebinds)
 
     decision.structure = "one" if not isinstance(out, (tuple, list)) else type(out).__name__

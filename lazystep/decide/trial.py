@@ -34,7 +34,8 @@ _ALWAYS_TRIED = (
 # Errors that do not depend on the values of tensors: they are raised at the user's line.
 _VALUE_FREE_ERROR = re.compile(
     r"not implemented for|scalar type|dtype|data type|unsupported operation|can't be cast|complex|"
-    r"without overflow|negative integer powers|integral input|too many indices|Boolean (alpha|beta)"
+    r"without overflow|negative integer powers|integral input|too many indices|Boolean (alpha|beta)|"
+    r"does not support|out of bounds for storage|Index to scalar|tensor shape must match"
 )
 
 
@@ -75,7 +76,7 @@ def run_trial(
     try:
         tensors, storages, out = _attempt(decision.func, operands, args, kwargs)
     except Exception as error:
-        if is_value_free or _is_about_numbers(error):
+        if is_value_free or _is_about_numbers(error) or _is_about_shapes(error, operands):
             raise
         return False  # a value may be the cause: a singular matrix
     describe(decision, operands, tensors, storages, out)
@@ -116,6 +117,12 @@ def _attempt(
 def is_about_types(error: Exception) -> bool:
     """Whether types, shapes, numbers or overlapping memory cause an error, and not the values of tensors."""
     return bool(_VALUE_FREE_ERROR.search(str(error)))
+
+
+def _is_about_shapes(error: Exception, operands: Sequence[Operand]) -> bool:
+    # What an index selects has a shape that no value changes, unless the index is a mask.
+    masks = (torch.bool, torch.uint8)
+    return "shape mismatch" in str(error) and not any(o.type.dtype in masks for o in operands)
 
 
 def _is_about_numbers(error: Exception) -> bool:

@@ -93,11 +93,14 @@ Afterwards Recorder::record(
     }
   }
   c10::SmallVector<Ptr<Memory>, 4> fresh;
-  for (const auto& [type, number, nbytes] : decision->made) {
+  size_t num_new = decision->made.size() - decision->rebinds.size();
+  for (size_t i = 0; i < decision->made.size(); ++i) {
+    const auto& [type, number, nbytes] = decision->made[i];
     Ptr<Memory> memory;
     if (number >= 0) {
       memory = operands[number]->memory;
-      if (static_cast<size_t>(nbytes) > memory->nbytes()) memory->set_nbytes(nbytes);
+      // What `resize_` does. A view says nothing of the size: its decision may be from a larger memory.
+      if (i >= num_new && static_cast<size_t>(nbytes) > memory->nbytes()) memory->set_nbytes(nbytes);
     } else {
       if (fresh.size() < static_cast<size_t>(-number)) {
         fresh.push_back(c10::make_intrusive<Memory>(nbytes));
