@@ -14,7 +14,7 @@ import torch
 
 from .. import metrics
 from ..errors import UnsupportedError
-from ..ops.sparse import retype_any, wrap_any
+from ..ops.sparse import wrap_any
 from ..record import _recorder
 from ..record.recorder import Recorder
 from ..record.source import user_line
@@ -42,14 +42,13 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
 
 
 def replace_data() -> None:
-    """`tensor.data = other` moves a tensor of another device, and changes the handle."""
+    """`tensor.data = other` moves a tensor of another device to the lazy one."""
     original: Any = torch.Tensor.data
 
     def assign(self: Any, other: Any) -> None:
-        if is_lazy(self):
-            retype_any(self, handle_of(other if is_lazy(other) else other.to(DEVICE)))
-        else:
-            original.__set__(self, other)
+        if is_lazy(self) and isinstance(other, torch.Tensor) and not is_lazy(other):
+            other = other.to(DEVICE)
+        original.__set__(self, other)
 
     torch.Tensor.data = property(original.__get__, assign)  # type: ignore[assignment]
 

@@ -94,8 +94,14 @@ def tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, d
     return torch.tensor_split(self, where, dim)
 
 
+def has_compatible_shallow_copy_type(self: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether `self.data = other` is possible. torch's own answer for inference tensors is by device."""
+    return find_handle(self) is not None and find_handle(other) is not None and self.layout is other.layout
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
     aten.dropout.default: dropout,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
+    aten._has_compatible_shallow_copy_type.default: has_compatible_shallow_copy_type,
 }
