@@ -34,6 +34,7 @@ def _install(recorder: Recorder) -> None:
     patches.refuse_torch_compile()  # FakeTensorConverter.from_real_tensor
     patches.keep_identity_in_module_conversions()  # torch.nn.Module._apply and what it asks
     patches.materialize_on_the_lazy_device()  # UninitializedParameter.__new__, .materialize
+    patches.refuse_backward_from_stale_views()  # torch.autograd._engine_run_backward
     patches.take_fast_paths()  # attention layers, torch.norm, linear cross entropy
     patches.allow_fused_optimizers()  # torch.optim's list of devices for fused=True
     patches.refuse_distributed_data_parallel()  # DistributedDataParallel.__init__

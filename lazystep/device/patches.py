@@ -17,6 +17,8 @@ from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOpti
 from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..errors import UnsupportedError
+from ..ops.dispatch import stale_view
+from ..record._recorder import is_stale_view
 from ..record.recorder import Recorder
 from ..record.tensor import DEVICE, is_lazy
 
@@ -108,6 +110,16 @@ def materialize_on_the_lazy_device() -> None:
         if to_lazy:
             moved = torch.nn.Parameter(parameter.detach().to(DEVICE), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, moved)
+
+
+def refuse_backward_from_stale_views() -> None:
+    """The root of a backward pass is asked for its gradient function without an op that could be refused."""
+
+    @_wrapping(torch.autograd, "_engine_run_backward")
+    def _engine_run_backward(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(is_lazy(output) and is_stale_view(output) for output in outputs):
+            raise stale_view("backward()", "a tensor to start from")
+        return original(outputs, *args, **kwargs)
 
 
 def take_fast_paths() -> None:

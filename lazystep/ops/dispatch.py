@@ -78,6 +78,8 @@ class OpDispatch:
             func = HISTC_OF_INTEGERS
         facts = self.facts_of(func)
         with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
+            if facts.has_out:
+                return _decide_out(facts, taken, taken_kwargs)
             return decide(facts, taken, taken_kwargs)
 
     def check_numbers(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,11 +90,7 @@ class OpDispatch:
 
     def refuse_view(self, func: Any) -> None:
         """See `Dispatch.refuse_view`."""
-        raise UnsupportedError(
-            f"{func} at {user_line()}: an operand is a view. The view, or the tensor that it is a view of, "
-            "has got another shape or other strides in place since (t_, unsqueeze_, as_strided_). Its "
-            "gradient would not be eager's. Use t(), unsqueeze() or as_strided(), or make the view after it."
-        )
+        raise stale_view(func, "an operand")
 
     def run_now(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Dispatch.run_now`."""
@@ -170,6 +168,8 @@ def _operands_of(
     taken_kwargs = {name: to_operand(arg) for name, arg in kwargs.items()}
     try:
         yield taken, taken_kwargs
+    except UnsupportedError:
+        raise  # has all that in its message
     except Exception as error:
         # Eager's error names neither the op nor the user's line.
         shown = [str(_shown(a)) for a in taken] + [f"{k}={_shown(v)}" for k, v in taken_kwargs.items()]
@@ -185,6 +185,46 @@ def _operands_of(
                 "which eager does not. Use t() or unsqueeze(), or make the view after it."
             )
         raise
+
+
+def stale_view(what: Any, which: str) -> UnsupportedError:
+    """The error for a view that autograd would differentiate otherwise than eager does."""
+    return UnsupportedError(
+        f"{what} at {user_line()}: {which} is a view. The view, or the tensor that it is a view of, has got "
+        "another shape or other strides in place since (t_, unsqueeze_, as_strided_, set_, .data = ...). Its "
+        "gradient would not be eager's. Use t(), unsqueeze() or as_strided(), or make the view after it."
+    )
+
+
+def _decide_out(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+    """Decide about an op with `out=`. Refuses a result of another shape in memory that an input shares.
+
+    Whether eager then resizes the input, too, depends on whether both are one object, which no program tells.
+    """
+    groups = [operand.group for operand in _operands_in([*args, *kwargs.values()])]
+    is_shared = [group >= 0 and groups.count(group) > 1 for group in groups]
+    error: Exception | None = None
+    try:
+        decision = decide(facts, args, kwargs)
+        if not any(is_shared[rebind.operand] for rebind in decision.rebinds):
+            return decision
+    except RuntimeError as caught:
+        if "single memory location" not in str(caught) or not any(is_shared):
+            raise
+        error = caught
+    raise UnsupportedError(
+        f"{facts.name} at {user_line()}: the tensor of out= shares its memory with an input, and it has "
+        "another shape than the result or overlaps with a part of the input. Use a tensor of its own for "
+        "out=, or none."
+    ) from error
+
+
+def _operands_in(args: Any) -> Iterator[Operand]:
+    for arg in args:
+        if type(arg) is Operand:
+            yield arg
+        elif type(arg) is list:
+            yield from _operands_in(arg)
 
 
 class _Operands:

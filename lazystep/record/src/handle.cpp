@@ -2,6 +2,7 @@
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Layout.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
@@ -128,11 +129,36 @@ void LazyImpl::take_metadata() {
   if (type.neg != is_neg()) _set_neg(type.neg);
 }
 
-void LazyImpl::retype(Ptr<Handle> handle) {
+// `is_written`: by an op that tells autograd so afterwards. `.data = ...` does not.
+void LazyImpl::note_rebind(const Handle& old, bool is_written, bool is_out) {
+  const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(this));
+  auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  if (view == nullptr || !view->has_bw_view()) {
+    ++rebinds_.num_of_base;
+  } else if (is_written && (is_out || !at::GradMode::is_enabled())) {
+    rebinds_.version = Rebinds::kUnseen;
+  } else if (is_written) {
+    rebinds_.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version()) + 1;
+  } else {
+    // Autograd keeps the gradient function of that version, and makes another for any later one.
+    rebinds_.version = view->get_attr_version();
+  }
+  old.memory->has_rebound = handle_->memory->has_rebound = has_rebound = true;
+}
+
+void LazyImpl::note_view_of_memory(int64_t version) {
+  if (rebinds_.version >= 0) return;
+  rebinds_.version = version;
+  has_rebound = true;
+}
+
+void LazyImpl::retype(Ptr<Handle> handle, bool is_out) {
+  bool is_same = handle->type == handle_->type;
   Ptr<Handle> old = std::exchange(handle_, std::move(handle));
   storage_ = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(handle_->memory));
   data_type_ = c10::scalarTypeToTypeMeta(handle_->type->dtype);
   take_metadata();
+  if (!is_same) note_rebind(*old, true, is_out);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> LazyImpl::shallow_copy_and_detach(
@@ -155,8 +181,9 @@ void LazyImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl
   auto* other = as_lazy(impl.get());
   TORCH_INTERNAL_ASSERT(other != nullptr, "a lazy tensor can take over another lazy tensor only");
   copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
-  handle_ = other->handle_;
-  rebinds_ = other->rebinds_;
+  Ptr<Handle> handle = other->handle_;  // a copy: `x.data = x`
+  Ptr<Handle> old = std::exchange(handle_, std::move(handle));
+  if (old->type != handle_->type) note_rebind(*old, false);
 }
 
 }  // namespace lazystep

@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 #include "python_ref.h"
 
@@ -73,6 +74,8 @@ struct Memory : c10::StorageImpl {
   RecordingId recording = 0;  // that uses it now, as its storage `number`
   int64_t number = -1;
   RecordingId writer = 0;  // that has recorded a write into it
+  // Whether a tensor in this memory has got another shape in place. Any thread.
+  std::atomic<bool> has_rebound{false};
   // Set when a failed step left it half updated. Read without the GIL, hence apart from the error.
   std::atomic<bool> has_error{false};
   // Under the GIL:
@@ -105,14 +108,19 @@ struct Handle : c10::intrusive_ptr_target {
   void release_resources() override;
 };
 
-// What `t_`, `unsqueeze_` and others have done to a tensor, as far as autograd has to know. A view takes over
+// What `t_`, `unsqueeze_`, `.data = ...` and others have done to a tensor, as far as autograd has to know. A view takes over
 // the values of the tensor that it is a view of. See [Note: stale views] in kernel.cpp.
 struct Rebinds {
   // How often the base has got another shape or other strides in place. In a view: when it was made.
   int32_t num_of_base = 0;
   // In a view that has got another shape in place, and in views of it: its version then. -1: it has not.
   int64_t version = -1;
+  // The version of a view that has got another shape while autograd did not look. No tensor ever has it.
+  static constexpr int64_t kUnseen = std::numeric_limits<int64_t>::max();
 };
+
+// Whether any tensor has ever got another shape or other strides in place.
+inline std::atomic<bool> has_rebound{false};
 
 // A tensor on the lazy device.
 struct LazyImpl final : c10::TensorImpl {
@@ -122,10 +130,11 @@ struct LazyImpl final : c10::TensorImpl {
   LazyImpl(Ptr<Handle> handle, const LazyImpl& base);
 
   const Ptr<Handle>& handle() const { return handle_; }
-  // Stand for another value, as `t_`, `resize_` and `.data = ...` do.
-  void retype(Ptr<Handle> handle);
-  Rebinds& rebinds() { return rebinds_; }
+  // Stand for another value, as `t_` and `resize_` do. `is_out`: as the `out=` of an op, which autograd never records.
+  void retype(Ptr<Handle> handle, bool is_out = false);
   const Rebinds& rebinds() const { return rebinds_; }
+  // A new view counts as one that got its shape in place at this version of its memory.
+  void note_view_of_memory(int64_t version);
 
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const override;
@@ -135,6 +144,7 @@ struct LazyImpl final : c10::TensorImpl {
 
  private:
   void take_metadata();
+  void note_rebind(const Handle& old, bool is_written, bool is_out = false);
 
   Ptr<Handle> handle_;
   Rebinds rebinds_;

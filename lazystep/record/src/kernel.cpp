@@ -35,8 +35,6 @@ Python& python() {
 }
 
 std::atomic<bool> is_refused{false};
-// Whether an op has ever changed the shape or the strides of a tensor in place. See [Note: stale views].
-std::atomic<bool> has_rebound{false};
 std::atomic<uint64_t> calls_to_python{0};
 
 // What is known of an op, filled in at its first call.
@@ -46,6 +44,10 @@ struct Site {
   OpTraits traits;
   Cache cache;
   py::object op;  // torch.ops.<namespace>.<name>.<overload>
+  bool is_detach = false;  // no gradient flows through it, whatever view it is called on
+  bool is_as_strided = false;
+  bool has_out = false;
+  bool is_foreach = false;  // writes lists of tensors, whose versions torch leaves to the device: see `bump_versions`
 };
 
 // -- talking to Python: needs the GIL ----------------------------------------------------------
@@ -62,9 +64,15 @@ void prepare(Site& site, const OperatorHandle& op) {
   auto [mode, takes_number, float_literals, is_writing, needs_nbytes] =
       python().traits(site.op).cast<std::tuple<Mode, std::vector<bool>, bool, bool, bool>>();
   site.mode = mode;
+  site.is_detach = name.name == "aten::detach";
+  site.is_as_strided = name.name == "aten::as_strided";
+  site.is_foreach = is_writing && name.name.rfind("aten::_foreach_", 0) == 0;
   const auto& arguments = op.schema().arguments();
   size_t num_positional = arguments.size();
   while (num_positional > 0 && arguments[num_positional - 1].kwarg_only()) --num_positional;
+  site.has_out = std::any_of(arguments.begin() + static_cast<ptrdiff_t>(num_positional), arguments.end(), [](const auto& a) {
+    return a.alias_info() != nullptr && a.alias_info()->isWrite();
+  });
   site.traits = {
       &op.schema(), num_positional, std::move(takes_number), float_literals, is_writing, needs_nbytes};
   site.is_ready = true;
@@ -170,8 +178,9 @@ void check_numbers(const Site& site, c10::ArrayRef<IValue> values, const Line& l
 
 // [Note: stale views] For most devices autograd differentiates a view as a view of its base's memory.
 // For lazy tensors it repeats the view's ops on the base; torch has a fixed list of devices. The two
-// agree unless the base, or the view itself, has got another shape in place since (`t_`).
-bool is_stale_view(const LazyImpl& operand, bool is_written, bool is_recorded) {
+// agree unless the base, or the view itself, has got another shape in place since (`t_`), or the view was
+// made by `as_strided` from another view: it may then see memory that the other view does not.
+bool is_stale(const LazyImpl& operand, bool is_written, bool is_recorded) {
   auto* meta = operand.autograd_meta();
   if (meta == nullptr) return false;
   const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
@@ -193,7 +202,7 @@ void refuse_stale_views(const Site& site, const Call& call) {
   });
   for (size_t i = 0; i < call.operands.size(); ++i) {
     // Every op that writes writes its first operand.
-    if (is_stale_view(*call.operands[i], site.traits.is_writing && i == 0, is_recorded)) {
+    if (is_stale(*call.operands[i], site.traits.is_writing && i == 0, is_recorded)) {
       call_python([&] { python().refuse_view(site.op); });
     }
   }
@@ -210,22 +219,36 @@ void refuse_stale_views(const Site& site, const Call& call) {
   std::abort();  // not reached
 }
 
-void note_rebind(LazyImpl& operand) {
+// The first and the last element that a tensor of this type sees.
+std::pair<int64_t, int64_t> span(const Type& type) {
+  int64_t last = type.offset;
+  for (size_t i = 0; i < type.shape.size(); ++i) last += (type.shape[i] - 1) * type.stride[i];
+  return {type.offset, last};
+}
+
+// The version of the operand of `as_strided` if that is a view, and the result may see memory beside it; else
+// -1. See [Note: stale views].
+int64_t version_if_beside(LazyImpl& operand, const Type& result) {
+  auto [first, last] = span(result);
+  auto [view_first, view_last] = span(*operand.handle()->type);
+  if (operand.is_non_overlapping_and_dense() && first >= view_first && last <= view_last) return -1;
   const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(&operand));
   auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
-  Rebinds& rebinds = operand.rebinds();
-  if (view == nullptr || !view->has_bw_view()) {
-    ++rebinds.num_of_base;
-  } else {
-    rebinds.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version()) + 1;
-  }
-  has_rebound = true;
+  if (view == nullptr || !view->has_bw_view() || tensor.is_inference()) return -1;
+  return static_cast<int64_t>(tensor._version());
+}
+
+// CPU's kernel of a `_foreach_` op calls the plain in-place op for each tensor, which tells autograd about the
+// write. Here the list is one instruction, and without this a backward pass would not notice that a value it
+// has saved is gone.
+void bump_versions(const Decision& decision, const Call& call) {
+  for (int64_t operand : decision.writes) call.operands[operand]->bump_version();
 }
 
 // -- the hot path: no GIL ----------------------------------------------------------------------
 
 Afterwards record(
-    const Ptr<Decision>& decision, const Call& call, size_t num_arguments, bool returns, Stack* stack) {
+    const Ptr<Decision>& decision, const Call& call, size_t num_arguments, bool returns, bool has_out, Stack* stack) {
   c10::SmallVector<Handle*, 8> operands;
   for (LazyImpl* operand : call.operands) operands.push_back(operand->handle().get());
   c10::SmallVector<Ptr<Handle>, 4> made;
@@ -237,9 +260,7 @@ Afterwards record(
   }
   size_t num_new = made.size() - decision->rebinds.size();
   for (size_t i = 0; i < decision->rebinds.size(); ++i) {
-    LazyImpl* operand = call.operands[decision->rebinds[i]];
-    operand->retype(std::move(made[num_new + i]));
-    note_rebind(*operand);
+    call.operands[decision->rebinds[i]]->retype(std::move(made[num_new + i]), has_out);
   }
   c10::SmallVector<at::Tensor, 4> results;
   for (const auto& [kind, number] : decision->results) {
@@ -291,7 +312,7 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (site.mode == Mode::kToCopy && copy_from_host(op, stack)) return;
   Call call;
   if (!call.read(site.traits, values)) return run_handler(site, op, values, stack);
-  if (has_rebound) refuse_stale_views(site, call);
+  if (has_rebound && !site.is_detach) refuse_stale_views(site, call);
   if (site.mode == Mode::kDetach) {
     at::Tensor other = make_view(call.operands[0]->handle(), *call.operands[0]);
     torch::jit::drop(*stack, num_arguments);
@@ -306,7 +327,10 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (line == nullptr) line = decide(site, values, call, hash);
   if (line->action == Line::kRecord) {
     if (!line->decision->has_tried(call.numbers)) check_numbers(site, values, *line, call);
-    Afterwards afterwards = record(line->decision, call, num_arguments, !schema.returns().empty(), stack);
+    if (site.is_foreach) bump_versions(*line->decision, call);
+    int64_t version = site.is_as_strided ? version_if_beside(*call.operands[0], *line->decision->made[0].type) : -1;
+    Afterwards afterwards = record(line->decision, call, num_arguments, !schema.returns().empty(), site.has_out, stack);
+    if (version >= 0) as_lazy(stack->back().toTensor().unsafeGetTensorImpl())->note_view_of_memory(version);
     return after_recording(afterwards);
   }
   if (line->action == Line::kDraw && !is_observed && make_on_host(op, stack, site.traits.is_writing, false)) {
@@ -387,6 +411,11 @@ void register_sparse_kernel(const std::string& name, const std::string& overload
 }
 
 void refuse() { is_refused = true; }
+
+bool is_stale_view(const at::Tensor& tensor) {
+  const LazyImpl* lazy = has_rebound ? as_lazy(tensor.unsafeGetTensorImpl()) : nullptr;
+  return lazy != nullptr && is_stale(*lazy, false, false);
+}
 
 uint64_t num_calls_to_python() { return calls_to_python; }
 

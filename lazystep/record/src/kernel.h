@@ -35,6 +35,9 @@ void register_sparse_kernel(const std::string& name, const std::string& overload
 // From now on every op raises what `Dispatch.refuse` raises: this is a forked child.
 void refuse();
 
+// Whether a tensor is a view whose gradient would not be eager's. See [Note: stale views] in kernel.cpp.
+bool is_stale_view(const at::Tensor& tensor);
+
 // How often a kernel has called Python.
 uint64_t num_calls_to_python();
 

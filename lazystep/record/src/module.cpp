@@ -166,8 +166,9 @@ void define_handles(py::module_& module) {
   module.def("is_lazy", &is_lazy);
   module.def("has_changed_shape_in_place", [](const at::Tensor& tensor) {
     LazyImpl* lazy = as_lazy(tensor.unsafeGetTensorImpl());
-    return lazy != nullptr && lazy->rebinds().num_of_base > 0;
+    return lazy != nullptr && lazy->handle()->memory->has_rebound;
   });
+  module.def("is_stale_view", &is_stale_view);
   module.def("find_handle", &find_handle);
   module.def("find_handles", &find_handles);
   module.def("have_handles", &have_handles);
