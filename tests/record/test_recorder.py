@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import lazystep
 from benchmarks import models
 from tests.helpers import count, descend
-from tests.record import test_random_programs as random_ops
+from tests.record.programs import Machine, Program, programs
 
 
 def make_loop(name: str = "mlp") -> Any:
@@ -120,44 +119,32 @@ def test_custom_op_defined_anew_is_decided_anew() -> None:
         library._destroy()
 
 
-OPS = [*random_ops.UNARY, *random_ops.IN_PLACE, *random_ops.VIEWS, *random_ops.METADATA, *random_ops.BINARY]
-
-
-def programs_of(choices: list[tuple[int, int, int]]) -> list[str]:
-    """The programs and values of a sequence of ops. A number past the list ends a step."""
-    torch.manual_seed(0)
-    tensors = [torch.arange(12.0).reshape(3, 4).to("lazy") + 1, torch.ones(4).to("lazy")]
-    lazystep.mark_step()  # from here on the last program is one of these
+def record(program: Program) -> list[str]:
+    """The text of each step of a program, what its lines raise, and its values."""
+    machine = Machine("lazy")
     texts = []
-    for number, first, second in choices:
-        if number >= len(OPS):
+    for number, line in enumerate(program):
+        error = machine.run(line)
+        if error is not None:
+            texts.append(f"refused: {type(error).__name__}")
+        # The first two lines record: from there on the last program is one of these.
+        if number == 1 or line.startswith("lazystep.mark_step"):
             lazystep.mark_step()
             texts.append(str(lazystep.debug.last_program()))
-            continue
-        op = OPS[number]
-        operands = [tensors[first % len(tensors)], tensors[second % len(tensors)]]
-        try:
-            tensors.append(op(*operands) if op in random_ops.BINARY else op(operands[0]))
-        except (RuntimeError, IndexError) as error:
-            texts.append(f"refused: {type(error).__name__}")
-        if len(tensors) > 8:
-            del tensors[first % len(tensors)]
     gc.collect()
     lazystep.mark_step()
-    return [*texts, str(lazystep.debug.last_program()), *(str(t.tolist()) for t in tensors)]
+    texts.append(str(lazystep.debug.last_program()))
+    with torch.no_grad():
+        return [*texts, *(str(tensor.tolist()) for tensor in machine.tensors().values())]
 
 
 @pytest.mark.filterwarnings("ignore:.*were new programs:lazystep.LazyStepWarning")
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    choices=st.lists(
-        st.tuples(st.integers(0, 45), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=25
-    )
-)
-def test_random_ops_recorded_twice_are_one_program_with_its_lines(choices: Any, runtime: Any) -> None:
+@given(program=programs(num_lines=20))
+def test_random_program_recorded_twice_is_the_same_with_its_lines(program: Program, runtime: Any) -> None:
     """The second time every op is recorded by a decision that is known, which must not change the text."""
     runtime.programs.clear()
-    first = programs_of(choices)
+    first = record(program)
     recorded = [line for text in first for line in text.splitlines() if "aten." in line]
-    assert all("test_r" in line for line in recorded), "each op has its line"
-    assert programs_of(choices) == first
+    assert all("program.py:" in line for line in recorded), "each op has its line"
+    assert record(program) == first
