@@ -35,7 +35,8 @@ _ALWAYS_TRIED = (
 _VALUE_FREE_ERROR = re.compile(
     r"not implemented for|scalar type|dtype|data type|unsupported operation|can't be cast|complex|"
     r"without overflow|negative integer powers|integral input|too many indices|Boolean (alpha|beta)|"
-    r"does not support|out of bounds for storage|Index to scalar|tensor shape must match"
+    r"does not support|out of bounds for storage|Index to scalar|tensor shape must match|"
+    r"axis dim should be positive"
 )
 
 

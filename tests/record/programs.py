@@ -482,9 +482,9 @@ BACKWARD = """
 {f}.backward({f}.detach().clone())
 {f}.backward(torch.ones_like({f}))
 {f}.mean().backward(create_graph=True)
-{new} = torch.autograd.grad({f}.square().sum(), {leaf})[0].contiguous()
-{new} = torch.autograd.grad({f}.sum(), {leaf}, materialize_grads=True)[0].contiguous()
-{new} = torch.autograd.grad({f}.norm(), {leaf}, create_graph=True)[0].contiguous() if {f}.numel() else {f}
+{new} = torch.autograd.grad({f}.square().sum(), {leaf})[0].contiguous() * 1
+{new} = torch.autograd.grad({f}.sum(), {leaf}, materialize_grads=True)[0].contiguous() * 1
+{new} = torch.autograd.grad({f}.norm(), {leaf}, create_graph=True)[0].contiguous() * 1 if {f}.numel() else {f}
 {leaf}.sum().backward()
 ({leaf} * {f}).sum().backward()
 {leaf}[{slice}].square().sum().backward()

@@ -96,6 +96,7 @@ EQUAL = {
     """,
     "type that an op does not take": "(b > 0).argmax()",
     "shape that indices do not select": "b[[0]] = b",
+    "rows of an empty tensor": "b[3:].index_select(0, torch.tensor([0], device=D))",
     "shape that does not fit": "b.index_add_(1, torch.tensor([0], device=D), b[:1, :1])",
     "first of two errors": "b.index_copy_(0, torch.tensor([0], device=D), b)",
     "values of a stale view": """
