@@ -1,8 +1,9 @@
-"""The two C++ extensions. Everything else stands in pyproject.toml.
+"""The extensions: two in C++, which need torch, and two in C. Everything else stands in pyproject.toml.
 
 `pip install` compiles them in an environment of its own, against the newest torch that pyproject.toml allows.
 `pip install --no-build-isolation` compiles them against the torch that is installed already, and `python
-setup.py build_ext --inplace` does so in the source tree. An extension works with that release of torch alone.
+setup.py build_ext --inplace` does so in the source tree. One in C++ works with that release of torch alone,
+one in C with any.
 
 What a build needs is checked before it starts: pip then shows one line, not a compiler's or a traceback's.
 Metadata and source distributions need neither torch nor a compiler.
@@ -18,12 +19,14 @@ import sys
 import sysconfig
 from typing import Any, NoReturn
 
-from setuptools import setup
+from setuptools import Extension, setup
 
-# The module of each extension, and its one source, which includes the files beside it.
+# The module of each extension, and its one source, which may include the files beside it.
 EXTENSIONS = {
     "lazystep.record._recorder": "lazystep/record/src/unity.cpp",
     "lazystep.execute._library": "lazystep/execute/library.cpp",
+    "lazystep.capture._places": "lazystep/capture/src/places.c",
+    "lazystep.capture._witness": "lazystep/capture/src/witness.c",
 }
 # The lowest standard that torch's headers compile with. Of C++20 they use default values of bit-fields, which
 # compilers take in C++17 as well, with a warning.
@@ -35,6 +38,8 @@ static_assert(__cplusplus >= 201703L, "");
 struct Flags { bool is_on : 1 = true; };
 """
 COMPILERS = ("g++", "c++", "clang++")
+C_STANDARD = "c11"
+C_COMPILERS = ("gcc", "cc", "clang")
 BUILD_COMMANDS = {"bdist", "bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 
 
@@ -54,6 +59,20 @@ def find_compiler() -> str:
     return found[0]
 
 
+def find_c_compiler() -> str:
+    """The command of a C compiler: `$CC`, the one that Python was built with, or the first on the PATH."""
+    chosen = os.environ.get("CC")
+    wanted = [chosen] if chosen else [sysconfig.get_config_var("CC") or "cc", *C_COMPILERS]
+    found = [name for name in wanted if shutil.which(shlex.split(name)[0])]
+    if not found:
+        looked_for = f"$CC = {chosen}" if chosen else f"$CC, {', '.join(C_COMPILERS)}"
+        refuse(
+            f"a C compiler, and none was found (looked for {looked_for})",
+            "Install one (Debian: apt-get install gcc)",
+        )
+    return found[0]
+
+
 def refuse(need: str, remedy: str = "Install one (Debian: apt-get install g++)") -> NoReturn:
     """End the build with one line: what it needs, and what to do."""
     # Without a traceback, which is what pip would show last.
@@ -67,6 +86,7 @@ def extensions() -> dict[str, Any]:
     """The arguments of `setup` that build the extensions."""
     # Both torch and setuptools read the variable: the compiler that was tried is the one that is used.
     os.environ["CXX"] = find_compiler()
+    os.environ["CC"] = find_c_compiler()
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         refuse("Python.h, and this Python has none", "Install it (Debian: apt-get install python3-dev)")
     try:
@@ -88,18 +108,22 @@ def extensions() -> dict[str, Any]:
     flags = ["-O2", "-g0"]
     if os.environ.get("LAZYSTEP_SANITIZE"):  # `make sanitize`
         flags = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
+    shared = ["-Wall", "-fvisibility=hidden", *flags]
+    link_flags = [flag for flag in flags if flag.startswith("-fsanitize")]
     modules = [
-        CppExtension(
+        # With a standard of its own: without one, torch adds that of C++.
+        Extension(
             name,
             [source],
-            extra_compile_args=[
-                f"-std={STANDARD}",
-                "-Wall",
-                "-Wno-c++20-extensions",
-                "-fvisibility=hidden",
-                *flags,
-            ],
-            extra_link_args=[flag for flag in flags if flag.startswith("-fsanitize")],
+            extra_compile_args=[f"-std={C_STANDARD}", "-Wextra", *shared],
+            extra_link_args=link_flags,
+        )
+        if source.endswith(".c")
+        else CppExtension(
+            name,
+            [source],
+            extra_compile_args=[f"-std={STANDARD}", "-Wno-c++20-extensions", *shared],
+            extra_link_args=link_flags,
         )
         for name, source in EXTENSIONS.items()
     ]

@@ -1,4 +1,4 @@
-"""The extensions in C++: each works with the one release of torch that it was built for.
+"""The extensions. One in C++ works with the one release of torch that it was built for, one in C with any.
 
 An extension that can't be used is an error at import, with the command that builds it again.
 """
@@ -35,6 +35,7 @@ class Extension(NamedTuple):
 
     module: str
     name: str
+    needs_torch: bool = True  # built against torch's headers, so for one release
 
     def load(self) -> ModuleType:
         """Import the extension. Raises `ExtensionError`."""
@@ -44,8 +45,10 @@ class Extension(NamedTuple):
         except ImportError as error:
             is_missing = isinstance(error, ModuleNotFoundError) and error.name == self.module
             problem = "has not been built for this Python" if is_missing else f"can't be loaded ({error})"
-            remedy = f"Build it for torch {here}: {_build_command()}"
+            remedy = f"Build it{f' for torch {here}' if self.needs_torch else ''}: {_build_command()}"
             raise ExtensionError(f"lazystep's {self.name} {problem}. {remedy}") from None
+        if not self.needs_torch:
+            return extension
         built = _release(extension.torch_version)
         if built != here:
             problem = f"was built for torch {built}, this is torch {here}"
@@ -82,3 +85,5 @@ def _source() -> str:
 
 RECORDER = Extension("lazystep.record._recorder", "recorder")
 RUNNER = Extension("lazystep.execute._library", "runner of libraries")
+PLACES = Extension("lazystep.capture._places", "reader of places", needs_torch=False)
+WITNESS = Extension("lazystep.capture._witness", "witness", needs_torch=False)

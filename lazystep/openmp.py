@@ -71,7 +71,8 @@ def _libraries() -> list[Any]:
         maps = Path("/proc/self/maps").read_text().splitlines()
         for path in sorted({line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}):
             with contextlib.suppress(OSError):
-                found.append(ctypes.CDLL(path))
+                # Not CDLL: giving up the interpreter lock for a microsecond means to wait for it again.
+                found.append(ctypes.PyDLL(path))
     return found
 
 

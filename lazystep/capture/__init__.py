@@ -1,4 +1,10 @@
 """Capture: `@lazystep.step` records a step function, then replays it without running its Python.
 
-Reading order: arguments, traced, places, reach, guards, ambient, recorded, replay, step.
+Reading order: values, arguments, traced, places, op_numbers, c_calls, surroundings, witness, ambient, guards,
+recorded, replay, step. What is in C is in src/, typed in _witness.pyi and _places.pyi.
 """
+
+from ..extensions import PLACES, WITNESS
+
+PLACES.load()  # or an error that says how to build it
+WITNESS.load()

@@ -6,37 +6,15 @@ torch's public API can add and remove hooks, but it can't list them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._device import DeviceContext
 
 Hooks = dict[int, Any]
-
-# Attributes of a module or an optimizer that belong to torch, not to the author of the class.
-FIELDS_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
-
-
-@functools.cache
-def fields_of_optimizers() -> frozenset[str]:
-    """The attributes of every optimizer. Not at import: the first optimizer patches `Optimizer.step`."""
-    return frozenset(torch.optim.Optimizer([torch.zeros(())], {}).__dict__)
-
-
-def hooks_of_module(module: nn.Module) -> list[Hooks]:
-    """The hooks of the module's forward and backward. Live dicts: later additions appear in them."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [module.__dict__[name] for name in names]
-
-
-def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Hooks]:
-    """The hooks before and after the optimizer's step. Live dicts."""
-    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
 
 
 def hooks_of_all() -> list[Hooks]:

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from ..errors import UnsupportedError
 from ..program.types import TensorType
 from ..record.handle import Handle
 from ..record.tensor import find_handle
+from .values import describe, is_simple
 
 # How to build the arguments from the leaves: the number of leaves if there are only positional leaves, else a
 # tree.
@@ -33,10 +35,45 @@ def take_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], 
         leaves, structure = list(args), len(args)  # fast path: most steps are called like this
     else:
         leaves, structure = pytree.tree_flatten((args, kwargs))
+    moved: dict[int, torch.Tensor] = {}  # one tensor that is given twice stays one
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
-            leaves[number] = leaf.to("lazy")
+            if id(leaf) not in moved:
+                moved[id(leaf)] = leaf.to("lazy")
+            leaves[number] = moved[id(leaf)]
     return leaves, structure
+
+
+class MovedArguments:
+    """CPU tensors among the arguments. The step works on copies, so it must not change them."""
+
+    def __init__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], structure: Structure
+    ) -> None:
+        given = args if isinstance(structure, int) else pytree.tree_leaves((args, kwargs))
+        pairs = zip(given, leaves, strict=True)
+        self._facts = [
+            (number, now, now.requires_grad, find_handle(now))
+            for number, (before, now) in enumerate(pairs)
+            if now is not before
+        ]
+
+    def check(self, name: str, inputs: Sequence[Handle], written: Sequence[bool]) -> None:
+        """Raise if the step has changed one of them. `written`: which inputs of the program it writes."""
+        for number, now, requires_grad, handle in self._facts:
+            what = ""
+            if any(is_written and one == handle for one, is_written in zip(inputs, written, strict=True)):
+                what = "in place"
+            elif find_handle(now) != handle:
+                what = "in place, by another shape or other memory"
+            elif now.requires_grad != requires_grad or (requires_grad and now.is_leaf):
+                what = "by requires_grad_"
+            if what:
+                raise UnsupportedError(
+                    f"{name} changes argument {number}, a CPU tensor, {what}. The step works on a copy, so "
+                    'the change would be lost. Pass a tensor on the lazy device, x.to("lazy"), or change '
+                    "x.clone() inside."
+                )
 
 
 def put_together(leaves: list[Any], structure: Structure) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -64,6 +101,8 @@ def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
         return None if handle is None else handle.type, leaf.requires_grad, first
     if type(leaf) is float:
         return (float,)
+    if type(leaf) is complex:
+        return complex, repr(leaf)  # 0j and -0j are equal
     try:
         hash(leaf)
     except TypeError:
@@ -78,11 +117,31 @@ def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
 def kind_difference(old: Kind, new: Kind) -> str:
     """Which argument has another kind, and what to do about it."""
     if old[0] != new[0]:
-        return "its arguments have another structure"
+        return f"the structure of its arguments from {_shape(old[0])} to {_shape(new[0])}"
     number = next(n for n, (a, b) in enumerate(zip(old[1:], new[1:], strict=True)) if a != b)
-    if isinstance(new[number + 1][0], TensorType):
-        return f"argument {number} is a tensor of another shape or type"
+    before, now = old[number + 1], new[number + 1]
+    if isinstance(now[0], TensorType) and isinstance(before[0], TensorType) and before[0] is not now[0]:
+        types = [f"{type_} ({type_.dtype})" for type_ in (before[0], now[0])]
+        return f"argument {number} is a tensor of another type: from {types[0]} to {types[1]}"
+    if isinstance(now[0], TensorType) and isinstance(before[0], TensorType):
+        return f"argument {number} is a tensor that shares memory or wants gradients differently"
     return (
-        f"argument {number} ({new[number + 1][0].__name__}) has another value, which is part of the step; "
-        "pass a number that varies as a float or a tensor"
+        f"argument {number} ({_name_of_kind(now)}) has another value, from {_describe_kind(before)} to "
+        f"{_describe_kind(now)}, which is part of the step; pass a number that varies as a float or a tensor"
     )
+
+
+def _name_of_kind(kind: Any) -> str:
+    return "tensor" if isinstance(kind[0], TensorType) else str(kind[0].__name__)
+
+
+def _describe_kind(kind: Any) -> str:
+    is_value = len(kind) == 2 and not isinstance(kind[0], TensorType)
+    return describe(kind[1]) if is_value and is_simple(kind[1]) else f"a {_name_of_kind(kind)}"
+
+
+def _shape(structure: Structure) -> str:
+    if isinstance(structure, int):
+        return f"{structure} values"
+    text = str(pytree.tree_unflatten(["*"] * structure.num_leaves, structure))
+    return text if len(text) <= 120 else f"{text[:117]}..."

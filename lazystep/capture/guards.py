@@ -1,275 +1,345 @@
 """Guards: the conditions under which a replay is valid.
 
-Guards receive everything that the step function can reach (`Reach`) and remember its values at the start of
-a recorded call. A replay is allowed only if all of it is unchanged. The same comparison finds side effects of
-the recorded call.
+A captured call has read places (`Witness`), and found something in each (`Surroundings`). A replay is allowed
+if each place holds what it held then: the same object, an equal plain value, a list of the same length, a
+tensor of the same type. What a replay reads anew (tensors, numbers that are followed) may differ. Nothing
+else is compared, but for torch's modes and global hooks, which no code reads by a name.
 """
 
 from __future__ import annotations
 
-import array
-import itertools
-import operator
-import pickle
-import random
+import enum
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..record.tensor import HAS_HOOKS, gradient_flags
-from .ambient import hooks_of_tensors, modes
-from .reach import Reach
+from ..record.tensor import HAS_HOOKS, find_handle, gradient_flags
+from ._places import Plan, dict_of_class
+from .ambient import hooks_of_all, hooks_of_tensors, modes
+from .places import MISSING, Kind, Place
+from .surroundings import Found, Surroundings, TensorFacts, detail_of
+from .values import CONTAINERS, Version, describe, is_simple
+from .witness import Witness
 
-_MAX_TENSOR = 1 << 16  # bytes of a CPU tensor that is compared as a whole
-_WAY_OUT = "which a replay would not; do that outside"
+
+class Get(enum.IntEnum):
+    """How a row of a plan gets its value. Mirrored in src/places.c."""
+
+    DICT_ITEM = 0
+    ITEM = 1
+    CELL = 2
+    SLOT = 3
+    CLASS = 4
+    ATTRIBUTE = 5
+    OBJECT = 6
+    WEAK = 7
+    CONTEXT = 8
+    TYPE_OF = 9
+    GRAD = 10
+
+
+class Check(enum.IntEnum):
+    """What a row of a plan checks. Mirrored in src/places.c."""
+
+    ANY = 0
+    IS = 1
+    VALUE = 2
+    HAS_TYPE = 3
+    MISSING = 4
+    SIZE = 5
+    KEYS = 6
+    SAME_AS = 7
+
+
+_GETS = {
+    Kind.ITEM: Get.ITEM,
+    Kind.CELL: Get.CELL,
+    Kind.SLOT: Get.SLOT,
+    Kind.CLASS: Get.CLASS,
+    Kind.ATTRIBUTE: Get.ATTRIBUTE,
+    Kind.GRAD: Get.GRAD,
+    Kind.OBJECT: Get.OBJECT,
+    Kind.WEAK: Get.WEAK,
+    Kind.CONTEXT: Get.CONTEXT,
+    Kind.TYPE: Get.TYPE_OF,
+}
+_WITHOUT_GRADIENT = bytes(flags & ~2 for flags in range(256))  # whether it is there is a place's business
+_MODE_NAMES = (
+    "gradient mode",
+    "inference mode",
+    "autocast",
+    "the type of autocast",
+    "the default type",
+    "deterministic algorithms",
+    "hooks of saved tensors",
+)
 
 
 class Guards:
-    """Modes, flags, hooks, numbers and structure around the function, as they were when this object was made.
+    """What a captured call has found in the places that it has read."""
 
-    `hold` runs before every replay, so it reads flat lists that were made once.
-    """
-
-    def __init__(self, reach: Reach, host_state: Collection[int]) -> None:
-        """`host_state`: ids of the CPU tensors that a replay updates itself."""
-        self._reach = reach
-        # CPU tensors are compared by version: a value that the step computes from one is a replay's constant.
-        self._host = [
-            place
-            for place in reach.tensors
-            if isinstance(value := place.get(), torch.Tensor)
-            and value.device.type == "cpu"
-            and id(value) not in host_state
+    def __init__(
+        self,
+        witness: Witness,
+        before: Surroundings,
+        followed: Collection[Place],
+        counts: Collection[int],
+        ambient: tuple[Any, ...],
+    ) -> None:
+        """`followed`: places of numbers that a replay reads. `counts`: ids of tensors that it updates."""
+        self._shallow = witness.shallow
+        self._present = witness.present
+        self._before = before
+        self._followed = followed
+        self._counts = counts
+        self._modes, self._hooks = ambient
+        self._rows: list[tuple[Any, ...]] = []
+        self._places: list[Place] = []
+        self._numbers: dict[Place, int] = {}  # the row of each place
+        self._aliases: dict[int, int] = {}  # the row of each list, dict and tuple, by id
+        self.outputs: dict[Place, int] = {}  # positions in the values that `hold` returns
+        self._num_outputs = 0
+        self._names: list[Place] = []  # the places of the outputs
+        self._structures = witness.structures
+        self._tensors: list[int] = []  # positions of tensors among the outputs
+        self._flags: list[int] = []
+        self._types: list[Any] = []
+        self._buffers: list[tuple[int, Any]] = []  # positions of sets and arrays, with their contents
+        self._versions: list[tuple[int, Version]] = []  # of CPU tensors
+        for place in witness.reads:
+            self._add(place, place in witness.contents)
+        self._caches = [(cache, cache.cache_info()) for cache in witness.caches.values()]
+        self._is_lost = False
+        self._sort_rows()
+        self._plan = Plan(self._rows)
+        self._flag_bytes = bytes(self._flags)
+        tensors = [
+            place.get() if place.kind is Kind.WEAK else before[place].value
+            for place in (self._names[position] for position in self._tensors)
         ]
-        self._counts = [
-            (place.container, place.key) for place in reach.tensors if id(place.get()) in host_state
+        # Which tensors are one object, if the step asks for that.
+        self._partition = _partition(tensors) if witness.compares_tensors else None
+        self._has_hooks = any(flags & HAS_HOOKS for flags in self._flags)
+        self._tensor_hooks = [list(one) for one in hooks_of_tensors(tensors)]
+
+    # -- what to compare -----------------------------------------------------------------------------------
+
+    def _add(self, place: Place, has_contents: bool) -> int:
+        if place in self._numbers:
+            return self._numbers[place]
+        is_path = type(place.container) is Place
+        parent = self._add(place.container, False) if is_path else -1
+        found = self._before[place]
+        check, expected, is_output = self._check(place, found, has_contents)
+        get = _GETS[place.kind]
+        if get is Get.ITEM and not is_path and isinstance(place.container, dict):
+            get = Get.DICT_ITEM
+        container = None if is_path else place.container
+        if get is Get.CLASS:
+            get, container = Get.DICT_ITEM, dict_of_class(place.container)
+        number = len(self._rows)
+        is_container = isinstance(found.value, CONTAINERS) and not isinstance(found.value, tuple)
+        is_tensor = isinstance(found.value, torch.Tensor) and is_output
+        first = self._aliases.setdefault(id(found.value), number) if is_container or is_tensor else number
+        if first != number and is_tensor:  # one tensor in two places: it stays one
+            check, expected, is_output = Check.SAME_AS, first, False
+            self.outputs[place] = self.outputs[self._places[first]]
+        self._rows.append((get, check, is_output, parent, container, place.key, expected))
+        self._places.append(place)
+        self._numbers[place] = number
+        if first != number and is_container:  # so does one list
+            self._rows.append((get, Check.SAME_AS, False, parent, container, place.key, first))
+            self._places.append(place)
+        if is_output:
+            position = self.outputs[place] = self._num_outputs
+            self._num_outputs += 1
+            self._names.append(place)
+            self._add_output(position, found, has_contents)
+        return number
+
+    def _sort_rows(self) -> None:
+        """Put rows of one dict side by side if no other row needs them: see [Note: versions of dicts]."""
+        rows = self._rows
+        needed = {row[3] for row in rows} | {row[6] for row in rows if row[1] is Check.SAME_AS}
+        quiet = [
+            number
+            for number, row in enumerate(rows)
+            if row[0] is Get.DICT_ITEM and not row[2] and row[1] < Check.SIZE and number not in needed
         ]
-        # Items first, because they are the fastest to read.
-        known = [(place, False) for place in reach.simple] + [(place, True) for place in reach.held]
-        known.sort(key=lambda one: one[0].kind != "item")
-        places = [place for place, _ in known]
-        self._is_held = [is_held for _, is_held in known]
-        self._places = places
-        self._items = [(place.container, place.key) for place in places if place.kind == "item"]
-        self._others = [place for place in places if place.kind != "item"]
-        fields = [module.__dict__ for module in reach.modules]
-        self._dicts = [f[name] for f in fields for name in ("_modules", "_parameters") if f[name]]
-        self._modes = modes()
-        self._values = self._read_values()
-        self._tuples = self._read_tuples()
-        self._sizes = self._read_sizes()
-        self._num_fields = list(map(len, reach.fields))
-        self._contents = self._read_contents()
-        self._objects = self._read_objects()
-        self._flags = self._read_flags()
-        self._groups = self._read_groups()
-        self._versions = self._read_versions()
-        self._random = self._read_random()
-
-    def _read_values(self) -> list[Any]:
-        return [container[key] for container, key in self._items] + [place.get() for place in self._others]
-
-    def _read_tuples(self) -> list[Any]:
-        tuples = [place.get() for place in self._reach.tuples]
-        return [(type(value), len(value) if isinstance(value, tuple) else 0) for value in tuples]
-
-    def _read_sizes(self) -> list[Any]:
-        # For a dict, its keys in order: code may iterate over them.
-        return [list(c) if isinstance(c, dict) else len(c) for c in self._reach.sizes]
-
-    def _read_contents(self) -> list[Any]:
-        return list(map(_contents_of, self._reach.contents))
-
-    def _read_objects(self) -> list[Any]:
-        """Submodules, parameters and optimizer state, which are compared by identity."""
-        objects: list[Any] = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
-        for optimizer in self._reach.optimizers:
-            objects.append(optimizer.state)
-            objects += optimizer.state.values()
-            for group in optimizer.param_groups:
-                objects += group["params"]
-        if self._reach.holds_groups:
-            objects += [group for optimizer in self._reach.optimizers for group in optimizer.param_groups]
-        objects += [container[key] for container, key in self._counts]
-        return objects
-
-    def _read_flags(self) -> list[Any]:
-        tensors = self._reach.tensors_with_gradients()
-        flags: list[Any] = [gradient_flags(tensors)]
-        if any(self._reach.hooks):
-            flags += map(tuple, self._reach.hooks)  # each hook has its own number
-        if max(flags[0], default=0) >= HAS_HOOKS:
-            flags += map(tuple, hooks_of_tensors(tensors))
-        return flags
-
-    def _read_groups(self) -> list[Any]:
-        return [
-            value
-            for optimizer in self._reach.optimizers
-            for group in optimizer.param_groups
-            for key, value in group.items()
-            if key != "params" and not _is_traced_kind(value)
+        quiet.sort(key=lambda number: id(rows[number][4]))
+        is_quiet = set(quiet)
+        order = quiet + [number for number in range(len(rows)) if number not in is_quiet]
+        moved = {old: new for new, old in enumerate(order)} | {-1: -1}
+        self._rows = [
+            (*row[:3], moved[row[3]], *row[4:6], moved[row[6]] if row[1] is Check.SAME_AS else row[6])
+            for row in (rows[number] for number in order)
         ]
+        self._places = [self._places[number] for number in order]
 
-    def _read_versions(self) -> list[_Version]:
-        return [_Version(place.get()) for place in self._host]
-
-    def _read_random(self) -> list[Any]:
-        # A replay repeats draws from a `torch.Generator`: `RecordedCall` checks those.
-        generators = [g for g in self._reach.generators if not isinstance(g, torch.Generator)]
-        return list(map(_state_of_generator, generators))
-
-    def hold(self) -> bool:
-        """Whether everything is as it was when the recorded call began."""
-        try:
+    def _check(self, place: Place, found: Found, has_contents: bool) -> tuple[Check, Any, bool]:
+        value = found.value
+        if value is MISSING:
+            return Check.MISSING, None, False
+        if place in self._present:
+            return Check.ANY, None, False
+        if place in self._shallow or place.kind is Kind.TYPE:
+            return Check.IS, value, False
+        if place.kind is Kind.WEAK:  # holding the object itself would keep it alive
+            return Check.HAS_TYPE, value, isinstance(found.detail, TensorFacts)
+        if place.kind is Kind.OBJECT and not isinstance(value, torch.Tensor):
+            if place in self._structures:
+                return (*_structure(found), False)
+            return Check.ANY, None, has_contents
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._counts or (found.detail.handle is None and found.detail.version is None):
+                return Check.IS, value, False
+            return Check.HAS_TYPE, type(value), True
+        if place in self._followed:
+            return Check.HAS_TYPE, type(value), True
+        if has_contents:
+            return Check.HAS_TYPE, type(value), True
+        if isinstance(value, CONTAINERS) and not (is_simple(value) and place not in self._structures):
             return (
-                modes() == self._modes
-                and _are_same(self._read_objects(), self._objects)
-                and self._hold_values()
-                and self._read_flags() == self._flags
-                and self._read_groups() == self._groups
-                and self._read_sizes() == self._sizes
-                and list(map(len, self._reach.fields)) == self._num_fields
-                and self._read_tuples() == self._tuples
-                and (not self._reach.contents or self._read_contents() == self._contents)
-                and (not self._host or self._read_versions() == self._versions)
+                (*_structure(found), False)
+                if place in self._structures
+                else (Check.HAS_TYPE, type(value), False)
             )
-        except (KeyError, IndexError):
+        return (Check.VALUE if is_simple(value) else Check.IS), value, False
+
+    def _add_output(self, position: int, found: Found, has_contents: bool) -> None:
+        facts = found.detail
+        if isinstance(facts, TensorFacts):
+            self._tensors.append(position)
+            self._flags.append(facts.flags)
+            self._types.append(None if facts.handle is None else facts.handle.type)
+            if facts.version is not None:
+                self._versions.append((position, facts.version))
+        elif has_contents:
+            self._buffers.append((position, facts))
+
+    # -- comparing -----------------------------------------------------------------------------------------
+
+    def hold(self) -> list[Any] | None:
+        """The values of the places that a replay reads (see `outputs`); None if something has changed."""
+        values = self._plan.read()
+        if isinstance(values, int):
+            return None
+        if modes() != self._modes or any(hooks_of_all()) != bool(self._hooks):
+            return None
+        tensors = [values[position] for position in self._tensors]
+        flags = gradient_flags(tensors)
+        if flags.translate(_WITHOUT_GRADIENT) != self._flag_bytes:
+            return None
+        return values if self._holds_rarely(values, tensors, flags) else None
+
+    def _holds_rarely(self, values: list[Any], tensors: list[torch.Tensor], flags: bytes) -> bool:
+        """Compare what most steps do not have."""
+        if self._partition is not None and _partition(tensors) != self._partition:
             return False
+        if self._hooks and [list(one) for one in hooks_of_all()] != self._hooks:
+            return False
+        if self._has_hooks and [list(o) for o in hooks_of_tensors(tensors)] != self._tensor_hooks:
+            return False
+        return (
+            all(detail_of(values[position]) == contents for position, contents in self._buffers)
+            and all(Version(values[position]) == version for position, version in self._versions)
+            and self._caches_hold()
+        )
 
-    def _hold_values(self) -> bool:
-        now = self._read_values()
-        # Identity first: in most calls nothing has changed, and identity is cheap to compare.
-        return _are_same(now, self._values) or all(map(_is_same, now, self._values, self._is_held))
+    def _caches_hold(self) -> bool:
+        """Whether the caches that the step has used hold what they held.
 
-    def difference(self, other: Guards) -> str:
-        """The first difference to the start of another call, among the places that both calls can reach.
-
-        Empty if there is none.
+        A cache that was cleared once is lost: what it holds now may have been computed from something else.
         """
-        before = {place.identity: value for place, value in zip(other._places, other._values, strict=True)}
-        for place, now, is_held in zip(self._places, self._values, self._is_held, strict=True):
-            old = before.get(place.identity, now)
-            if not _is_same(old, now, is_held):
-                return f"{place.name}, {_describe_change(old, now, is_held)},"
-        if self._modes != other._modes:
-            return "one of torch's modes (gradients, autocast, default type)"
-        if self._tuples != other._tuples:
-            return "the type or length of a tuple"
-        if self._contents != other._contents:
-            return "a set or an array"
-        if not _are_same(self._objects, other._objects):
-            return "its modules, parameters or optimizer state"
-        if self._flags != other._flags:
-            return "requires_grad, gradients or hooks"
-        if self._versions != other._versions:
-            return "a tensor on the CPU"
-        return "an optimizer's options" if self._groups != other._groups else ""
+        if not all(_has_kept(cache.cache_info(), info) for cache, info in self._caches):
+            self._is_lost = True
+        return not self._is_lost
 
-    def find_side_effect(self) -> str:
-        """A change that the recorded call itself has made and a replay would not make; empty if none."""
-        try:
-            now = self._read_values()
-        except (KeyError, IndexError):
-            return f"it removes an attribute or an item, {_WAY_OUT}"
-        for place, before, after, is_held in zip(self._places, self._values, now, self._is_held, strict=True):
-            # A place that held None may now hold a tensor: that is state, not a side effect.
-            if before is not None and not _is_same(before, after, is_held):
-                change = _describe_change(before, after, is_held)
-                return f"it changes {place.name} {change}, {_WAY_OUT}"
-        for container, before, after in zip(self._reach.sizes, self._sizes, self._read_sizes(), strict=True):
-            if before != after:
-                kind = type(container).__name__
-                if isinstance(before, list):
-                    before, after = len(before), len(after)
-                what = f"the length of a {kind} from {before} to {after}" if before != after else f"a {kind}"
-                return f"it changes {what}, {_WAY_OUT}"
-        pairs = zip(self._reach.contents, self._contents, self._read_contents(), strict=True)
-        for container, before, after in pairs:
-            if before != after:
-                return f"it changes what is in a {type(container).__name__}, {_WAY_OUT}"
-        for place, before, after in zip(self._host, self._versions, self._read_versions(), strict=True):
-            if before != after:
-                return f"it changes {place.name}, a CPU tensor, {_WAY_OUT}"
-        if self._read_random() != self._random:
-            return (
-                "it draws random numbers with Python or NumPy; draw them on the lazy device, or pass them "
-                "as arguments"
-            )
+    def types_of(self) -> list[Any]:
+        """The types of the lazy tensors among the outputs, None for others, in their order."""
+        return self._types
+
+    @property
+    def names(self) -> list[Place]:
+        """The place of each output; of a tensor in several places, the first."""
+        return self._names
+
+    @property
+    def tensor_positions(self) -> list[int]:
+        """The positions of tensors among the outputs."""
+        return self._tensors
+
+    def difference(self) -> str:
+        """What has changed since the captured call, with the old and the new value; empty if nothing has."""
+        values = self._plan.read()
+        if isinstance(values, int):
+            place = self._places[values]
+            return _describe(place, self._before[place], self._rows[values][1])
+        now = modes()
+        for number, (old, new) in enumerate(zip(self._modes, now, strict=False)):
+            if old != new:
+                name = _MODE_NAMES[number] if number < len(_MODE_NAMES) else "a mode"
+                return f"{name} from {old!r} to {new!r}"
+        if len(self._modes) != len(now):
+            return "the modes that torch is in"
+        if [list(one) for one in hooks_of_all()] != (self._hooks or [[] for _ in hooks_of_all()]):
+            return "the hooks of all modules or optimizers"
+        tensors = [values[position] for position in self._tensors]
+        places = self._names
+        for position, _tensor, flags in zip(self._tensors, tensors, gradient_flags(tensors), strict=True):
+            old = self._before[places[position]].detail.flags
+            if flags & ~2 != old:
+                if (flags ^ old) & 1:
+                    return (
+                        f"requires_grad of {places[position].name} from {bool(old & 1)} to {bool(flags & 1)}"
+                    )
+                return f"the hooks of {places[position].name}, or whether it is a leaf,"
+        for position, type_ in zip(self._tensors, self._types, strict=True):
+            handle = find_handle(values[position])
+            if type_ is not None and (handle is None or handle.type is not type_):
+                now_type = values[position].device if handle is None else handle.type
+                return f"the type of {places[position].name} from {type_} to {now_type}"
+        if not self._holds_rarely(values, tensors, gradient_flags(tensors)):
+            for position, contents in self._buffers:
+                if detail_of(values[position]) != contents:
+                    return f"the contents of {places[position].name}"
+            for position, version in self._versions:
+                if Version(values[position]) != version:
+                    return f"{places[position].name}, a tensor on the CPU"
+            return "the hooks of a tensor, or a cached function"
         return ""
 
 
-class _Version:
-    """A CPU tensor at one moment. Keeps the tensor alive, because a new tensor could get a dead one's id."""
-
-    __slots__ = ("contents", "number", "tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.number = self.contents = None
-        if not isinstance(tensor, torch.Tensor):
-            return
-        if not tensor.is_inference():
-            self.number = tensor._version
-        # NumPy, `.data` and other processes write without a new version: compare small tensors by value.
-        if tensor.layout == torch.strided and (tensor.nbytes <= _MAX_TENSOR or tensor.is_inference()):
-            self.contents = _bytes_of(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Version)
-            and self.tensor is other.tensor
-            and self.number == other.number
-            and self.contents == other.contents
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+def ambient() -> tuple[Any, ...]:
+    """Torch's modes and global hooks now, for `Guards`."""
+    hooks = [list(one) for one in hooks_of_all()]
+    return modes(), hooks if any(hooks) else []
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+def _structure(found: Found) -> tuple[Check, Any]:
+    if not isinstance(found.value, CONTAINERS):
+        return Check.ANY, None
+    return (Check.KEYS if isinstance(found.value, dict) else Check.SIZE), found.detail
 
 
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def _partition(tensors: list[Any]) -> list[int]:
+    first: dict[int, int] = {}
+    return [first.setdefault(id(tensor), len(first)) for tensor in tensors]
 
 
-def _is_same(a: Any, b: Any, is_held: bool) -> bool:
-    return a is b or (not is_held and _types_of(a) == _types_of(b) and bool(a == b))
+def _has_kept(now: Any, before: Any) -> bool:
+    return now.hits >= before.hits and (now.misses, now.currsize) == (before.misses, before.currsize)
 
 
-def _types_of(value: Any) -> Any:
-    """The types in a value: 1 and 1.0 are equal in Python, but an op treats them differently."""
-    return [tuple, *map(_types_of, value)] if type(value) is tuple else type(value)
-
-
-def _describe_change(before: Any, after: Any, is_held: bool) -> str:
-    if is_held:
-        return f"from one {type(before).__name__} to another {type(after).__name__}"
-    return f"from {before!r} to {after!r}"
-
-
-def _contents_of(container: Any) -> Any:
-    if isinstance(container, np.ndarray):
-        return container.dtype, container.shape, container.tobytes()
-    if isinstance(container, array.array):
-        return container.tobytes()
-    return bytes(container) if isinstance(container, bytearray) else frozenset(container)
-
-
-def _state_of_generator(generator: Any) -> Any:
-    if isinstance(generator, random.SystemRandom):
-        return None
-    if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    is_numpys = generator is np.random or isinstance(generator, np.random.RandomState)
-    return pickle.dumps(generator.get_state()) if is_numpys else generator.getstate()
-
-
-def _is_traced_kind(value: Any) -> bool:
-    return type(value) is float or (
-        type(value) is tuple and bool(value) and all(type(v) is float for v in value)
-    )
+def _describe(place: Place, before: Found, check: Check) -> str:
+    now = place.get()
+    if check in (Check.SIZE, Check.KEYS) and type(now) is type(before.value):
+        if check is Check.SIZE or len(now) != len(before.detail[1]):
+            old = before.detail[1] if check is Check.SIZE else len(before.detail[1])
+            return f"the length of {place.name} from {old} to {len(now)}"
+        return f"the keys of {place.name}"
+    if check is Check.SAME_AS:
+        return f"{place.name}, which was one object with another place,"
+    old, new = describe(before.value), describe(now)
+    return f"{place.name} from {old} to {new if new != old else f'another {type(now).__name__}'}"

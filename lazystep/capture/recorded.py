@@ -1,18 +1,20 @@
-"""One recorded call of a step function: its inputs, random draws, numbers, rebound places and results.
+"""One recorded call of a step function: what it read, wrote, drew, computed and returned.
 
-The function runs as it would without capture, on lazy tensors; only its numbers are replaced by traced
-numbers. `Step` compares a recorded call with an earlier one. If the two agree, it makes a `Replay` from them.
+The function runs as it would without capture, on lazy tensors; a witness looks on. `Step` compares a recorded
+call with an earlier one. If the two agree, it makes a `Replay` from them.
+
+The first call shows which places the step reads. The next call begins with a look at all of them: only a call
+whose places were all known before it began (`is_complete`) can be captured.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import enum
 import gc
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +31,18 @@ from ..record.tensor import find_handle
 from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
 from ..tiers.program_cache import Variant
+from ._places import is_same
 from .arguments import Structure, put_together
-from .guards import Guards
-from .reach import Reach
-from .traced import Expression, Pins, Trace, Traced, traced_math, true_value, untagged
+from .guards import Guards, ambient
+from .op_numbers import COUNT_TYPES, Count, OpNumbers
+from .places import Kind, Place, Places
+from .surroundings import Found, Surroundings, TensorFacts, are_same
+from .traced import SOURCES, Expression, Trace, is_traced, plain
+from .values import CONTAINERS, describe, is_simple, state_of_generator
+from .witness import Witness
 
 _DISTURBED = "another thread recorded ops or ended a step during the call"
+_WAY_OUT = "which a replay would not; do that outside"
 
 
 class RecordedProgram(NamedTuple):
@@ -46,6 +54,14 @@ class RecordedProgram(NamedTuple):
     outputs: list[Handle | None]
 
 
+class Effect(NamedTuple):
+    """A place that holds something else after the call than before."""
+
+    place: Place
+    before: Found
+    after: Found
+
+
 class _Phase(enum.Enum):
     """Which program a cut of the recording ends."""
 
@@ -53,44 +69,6 @@ class _Phase(enum.Enum):
     RUNNING = "running"  # a part of the step: its function waits for a value, or another thread ends a step
     SETTLED = "settled"  # the step's own program: its function has returned
     AFTER = "after"  # a program of other threads
-
-
-class HostState:
-    """A number that an optimizer keeps in a CPU tensor, such as a step count or a running product."""
-
-    def __init__(self, tensor: torch.Tensor, name: tuple[Any, ...]) -> None:
-        self.tensor = tensor
-        self.name = name
-        self.before = tensor.item()
-        self.factor: Traced | None = None
-
-    def read(self, trace: Trace) -> float:
-        """The number's current value, traced. If a tagged factor went into the tensor, repair the tensor."""
-        now = self.tensor.item()
-        if now not in (self.before, self.before + 1):
-            self._find_factor(trace)
-            now = self.tensor.item()
-        return trace.source(now, *self.name)
-
-    def _find_factor(self, trace: Trace) -> None:
-        if self.factor is not None:
-            return
-        now = self.tensor.item()
-        for number in trace.numbers():
-            if torch.tensor(self.before, dtype=self.tensor.dtype).mul_(number.tag).item() == now:
-                self.factor = number
-                self.tensor.copy_(torch.tensor(self.before, dtype=self.tensor.dtype).mul_(number.true))
-                return
-
-    def rule(self, trace: Trace) -> tuple[str, Expression] | None:
-        """How a replay updates the number: ("same" | "next" | "scale", factor); None if unknown."""
-        now = self.tensor.item()
-        if self.factor is None and now == self.before:
-            return "same", 1.0
-        if self.factor is None and now == self.before + 1:
-            return "next", 1.0
-        self._find_factor(trace)
-        return None if self.factor is None else ("scale", self.factor.expression)
 
 
 class RecordedCall:
@@ -105,29 +83,36 @@ class RecordedCall:
         leaves: list[Any],
         structure: Structure,
         context: DeviceContext,
-        met: weakref.WeakSet[torch.optim.Optimizer],
-        closures: set[CodeType],
+        places: Places,
+        is_witnessed: bool = True,
     ) -> None:
+        """`is_witnessed`: look at what the call reads and writes. Otherwise only its program is of use."""
         self.reason = ""
+        self.is_witnessed = is_witnessed
         self.leaves = leaves
         self.trace = Trace()
+        package = (getattr(function, "__module__", None) or "").partition(".")[0]
         self.program: RecordedProgram | None = None
         self.scalars: list[tuple[Any, Expression]] = []  # true values, and expressions where known
         self.constants: dict[int, torch.Tensor] = {}
+        self.moved_counts: dict[Handle, Expression] = {}
+        self.effects: list[Effect] = []
         self._function = function
         self._context = context
-        self._roots = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str))]
-        self._closures = closures
-        self.reach = Reach(function, self._roots, closures)
-        # An optimizer without state creates it in this call, and may store hyperparameters there. A traced
-        # number must not end up in the state, so this optimizer is not traced yet.
-        self._traced_optimizers = [o in met or bool(o.state) for o in self.reach.optimizers]
-        self.is_settling = not all(self._traced_optimizers)
-        met.update(self.reach.optimizers)
-        self.host_state = self._find_host_state()
-        self.before = [place.get() for place in self.reach.tensors]
-        self._handles_before = {h for v in self.before if (h := find_handle(v)) is not None}
-        self.guards = Guards(self.reach, self.host_state)
+        self.before = Surroundings(places if is_witnessed else ())
+        self.witness = Witness(places, self.before, self.trace, package)
+        self.after = Surroundings(())
+        places = places if is_witnessed else Places()
+        self._ambient = ambient()
+        self._handles_before = {
+            found.detail.handle
+            for place in places
+            if isinstance((found := self.before[place]).detail, TensorFacts)
+            and found.detail.handle is not None
+        }
+        self.counts = self._find_counts(places)
+        self._random = [state_of_generator(generator) for generator in self._host_generators(places)]
+        self._generators = self._host_generators(places)
         self._cuts: list[str] = []
         self._is_cut_elsewhere = False
         # Why this call can't be compared with others. Unlike `reason`, it says nothing of the next call.
@@ -136,22 +121,51 @@ class RecordedCall:
         self.draws: list[Draw] = []
         self.added: list[Added] = []
         self.result: Any = None
-        self._run(structure)
+        self._outside: list[Any] = []
+        # Lists and dicts with traced numbers inside, by id, each with a copy of what it was.
+        self._traced_copies: dict[int, tuple[Any, Any]] = {}
+        self.new_places: list[Place] = []  # that were not known before the call
+        self._run(structure, places)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all places that the call has read or written were known before it began."""
+        return not self.new_places
+
+    def _find_counts(self, places: Places) -> dict[int, Count]:
+        counts: dict[int, Count] = {}
+        for place in places:
+            value = self.before[place].value
+            if (
+                isinstance(value, torch.Tensor)
+                and value.device.type == "cpu"
+                and value.dim() == 0
+                and value.dtype in COUNT_TYPES
+                and value.layout is torch.strided
+                and not (value.requires_grad or value.is_inference())
+            ):
+                counts.setdefault(id(value), Count(value, place))
+        return counts
+
+    def _host_generators(self, places: Places) -> list[Any]:
+        import random
+
+        import numpy as np
+
+        found = {id(g): g for place in places for g in (self.before[place].value,) if _is_host_generator(g)}
+        return [random, np.random, *found.values()]
 
     # -- running ------------------------------------------------------------------------------------
 
-    def _run(self, structure: Structure) -> None:
-        try:
-            with observing(self) as is_observed:
-                if is_observed:
-                    self._run_observed(structure)
-                else:
-                    self._run_unobserved(structure)
-        finally:
-            functions = [added.function for added in self.added]
-            self._closures |= {f.__code__ for f in functions if hasattr(f, "__code__")}
-        if not self.disturbance:
+    def _run(self, structure: Structure, places: Places) -> None:
+        with observing(self) as is_observed:
+            if is_observed:
+                self._run_observed(structure, places)
+            else:
+                self._run_unobserved(structure)
+        if not self.disturbance and self.is_witnessed and self.is_complete:
             self._find_lost_outputs()
+        self.witness.release()
 
     def _run_unobserved(self, structure: Structure) -> None:
         """Another thread's call is being observed: this one runs as it is, and nothing is learned from it."""
@@ -160,55 +174,73 @@ class RecordedCall:
         self.result = self._function(*args, **kwargs)
         runtime.flush(self._context)
 
-    def _run_observed(self, structure: Structure) -> None:
+    def _run_observed(self, structure: Structure, places: Places) -> None:
         runtime.flush()  # ops that other threads have recorded until now are in another program
         num_foreign = _recorder.num_foreign_ops()
         self._phase = _Phase.RUNNING
         traced = [
-            self.trace.source(leaf, "argument", number) if type(leaf) is float else leaf
+            self.trace.number(leaf, ("argument", number))
+            if type(leaf) is float and self.is_witnessed
+            else leaf
             for number, leaf in enumerate(self.leaves)
         ]
         args, kwargs = put_together(traced, structure)
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
-        own = [g for g in self.reach.generators if isinstance(g, torch.Generator) and g.device.type == "cpu"]
-        streams = {generator: generator.get_state() for generator in (torch.default_generator, *own)}
-        self._call(args, kwargs)
+        streams = self._streams(places)
+        try:
+            self._call(tuple(args), kwargs)
+        except BaseException:
+            runtime.flush()  # what is recorded has tags in it, and only this object knows the numbers
+            raise
         for reason, line, count in metrics.synchronizations():
             if count > waits_before.get((reason, line), 0):
                 way_out = "read it after the call, or in a closure"
                 self._refuse(f"it waits for a value ({reason}) at {line}; {way_out}")
         if self._cuts:
             self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")
-        self._settle()
-        if not self.reason and not self._draws_explain(streams):
-            self._refuse("it draws random numbers on the CPU; draw them on the lazy device")
+        self._settle(streams)
         runtime.flush(self._context)
         if self.program is None:
             self._refuse("it records nothing")
-        elif self.reach.reason:
-            self._refuse(self.reach.reason)
         if self._is_cut_elsewhere or _recorder.num_foreign_ops() != num_foreign:
             self.disturbance = _DISTURBED
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self.is_witnessed:
+            self.result = self._function(*args, **kwargs)
+            return
+        roots = [leaf for leaf in self.leaves if not is_simple(leaf)]
         try:
-            with (
-                traced_math(self.reach.held),
-                self._traced_groups(),
-                self._traced_state(),
-                Pins(self.host_state),
-            ):
-                self.result = self._function(*args, **kwargs)
+            numbers = OpNumbers(self.trace, self.counts)
+            self.moved_counts = numbers.moved
+            with numbers:
+                self.result = self.witness.run(self._function, args, dict(kwargs), roots)
+            self.after = self._look_after()
         finally:
-            # Replace traced numbers that the call has stored: nobody else may read a tagged double.
-            seen: set[int] = set()
-            for container in (*self.reach.sizes, *self.reach.fields):
-                untagged(container, seen)
-            for place in (*self.reach.simple, *self.reach.tensors, *self.reach.held):
-                value = place.get()
-                true = untagged(value, seen)
-                if true is not value:
-                    place.set(true)
+            self._put_plain_numbers()
+
+    def _look_after(self) -> Surroundings:
+        """What is in all places now. The gradients of leaves are places that backward writes."""
+        witness = self.witness
+        # A comprehension, because a name would keep the last tensor alive.
+        places = [where for one, where in witness.tensors.values() if one.is_leaf and one.requires_grad]
+        for place in places:
+            grad = witness.places.at(place, "grad", Kind.GRAD, f"the gradient of {place.name}")
+            witness.reads.setdefault(grad)
+        witness.release_tensors()
+        used = {**witness.reads, **witness.writes}
+        self.new_places = [place for place in used if place not in self.before]
+        return Surroundings(used)
+
+    def _put_plain_numbers(self) -> None:
+        """Replace traced numbers that the call has stored: others may ask for the type of a number."""
+        for kind, owner, key in self.witness.numbers_stored:
+            _put_plain(kind, owner, key)
+        for place in {**self.witness.writes, **self.witness.structures}:
+            value = place.get()
+            made = _untraced(value, self._traced_copies)
+            if made is not value:
+                place.set(made)
 
     # -- what the observer of a step is told: see `StepObserver` ---------------------------------------
 
@@ -225,7 +257,7 @@ class RecordedCall:
         self.added.append(added)
 
     def on_cut(self, cut: Cut, outputs: Handles[Handle | None], scalars: list[Number]) -> list[Number]:
-        """Keep the step's own program, and put true values in the place of tagged numbers."""
+        """Keep the step's own program, and put true values in the place of tags."""
         if self._phase in (_Phase.BEFORE, _Phase.AFTER):
             return scalars  # ops of other threads
         if current() is not self:
@@ -241,7 +273,7 @@ class RecordedCall:
         else:
             self._cuts.append(user_line(2))
         found = [self.trace.find(value) for value in scalars]
-        true = [value if one is None else one.true for value, one in zip(scalars, found, strict=True)]
+        true = [value if one is None else plain(one) for value, one in zip(scalars, found, strict=True)]
         for value, one in zip(true, found, strict=True):
             self.scalars.append((value, None if one is None else one.expression))
         return true
@@ -249,98 +281,90 @@ class RecordedCall:
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason
 
-    # -- numbers -----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _traced_groups(self) -> Iterator[None]:
-        """For the time of the call, make the hyperparameters of every reachable optimizer traced numbers."""
-        injected = []
-        for number, optimizer in enumerate(self.reach.optimizers):
-            for position, group in enumerate(
-                optimizer.param_groups if self._traced_optimizers[number] else ()
-            ):
-                for key, value in list(group.items()):
-                    traced = self._trace_hyperparameter(value, number, position, key)
-                    if traced is not None:
-                        group[key] = traced
-                        injected.append((group, key, value, traced))
-        try:
-            yield
-        finally:
-            for group, key, value, traced in injected:
-                if group.get(key) is not traced:
-                    self._refuse(f"it changes the optimizer's {key!r} itself; step the scheduler outside")
-                    group[key] = pytree.tree_map(true_value, group.get(key))
-                else:
-                    group[key] = value
-
-    def _trace_hyperparameter(self, value: Any, *name: Any) -> Any:
-        if type(value) is float:
-            return self.trace.source(value, "group", *name, None)
-        if type(value) is tuple and value and all(type(v) is float for v in value):
-            return tuple(self.trace.source(v, "group", *name, k) for k, v in enumerate(value))
-        return None
-
-    def _find_host_state(self) -> dict[int, HostState]:
-        found = {}
-        for number, optimizer in enumerate(self.reach.optimizers):
-            for position, state in enumerate(optimizer.state.values()):
-                for key, value in state.items():
-                    is_number = isinstance(value, torch.Tensor) and value.dim() == 0
-                    if is_number and value.device.type == "cpu" and value.dtype.is_floating_point:
-                        found[id(value)] = HostState(value, ("state", number, position, key))
-        return found
-
-    @contextlib.contextmanager
-    def _traced_state(self) -> Iterator[None]:
-        """For the time of the call, replace the function with which torch's optimizers read step counts."""
-
-        def get_value(x: Any) -> Any:
-            state = self.host_state.get(id(x))
-            if state is not None:
-                return state.read(self.trace)
-            return x.item() if isinstance(x, torch.Tensor) else x
-
-        patched = []
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
-                patched.append((module.__dict__, module.__dict__["_get_value"]))
-                module.__dict__["_get_value"] = get_value
-        try:
-            yield
-        finally:
-            for names, original in patched:
-                names["_get_value"] = original
-
     # -- after the call ----------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _settle(self, streams: Mapping[torch.Generator, torch.Tensor]) -> None:
         """Compare places and numbers with the start of the call, before the barrier decides the outputs."""
-        self.after = [place.get() for place in self.reach.tensors]
-        changed = self.guards.find_side_effect()
-        if changed:
-            self._refuse(changed)
-        self.rules = {key: state.rule(self.trace) for key, state in self.host_state.items()}
-        for key, rule in self.rules.items():
-            if rule is None:
-                self._refuse(
-                    f"it changes the optimizer's {self.host_state[key].name[-1]!r} in an unknown way"
-                )
-        self.result_leaves, self.result_spec = pytree.tree_flatten(self.result)
-        if any(type(leaf) is Traced for leaf in self.result_leaves):
-            self.result = pytree.tree_unflatten(map(true_value, self.result_leaves), self.result_spec)
+        if self.witness.reason:
+            self._refuse(self.witness.reason)
+        self._find_effects()
+        for count in self.counts.values():
+            if count.is_lost:
+                self._refuse(f"it changes {count.place.name}, a CPU tensor, in an unknown way")
+        if [state_of_generator(generator) for generator in self._generators] != self._random:
+            self._refuse(
+                "it draws random numbers with Python or NumPy; draw them on the lazy device, or pass them "
+                "as arguments"
+            )
+        if not self.reason:
+            self._check_draws(streams)
+        self.result_leaves, self.result_spec = pytree.tree_flatten(self.result, is_leaf=_is_size)
         self._phase = _Phase.SETTLED
+        if any(map(is_traced, self.result_leaves)):
+            self.result = pytree.tree_unflatten(map(plain, self.result_leaves), self.result_spec)
 
-    def _draws_explain(self, streams: Mapping[torch.Generator, torch.Tensor]) -> bool:
-        """Whether repeating the recorded draws moves all generators from `streams` to their current state."""
+    def _note_outside(self, value: Any) -> None:
+        """Remember which objects that the call leaves behind were there before it."""
+        if self.witness.is_outside(value):
+            self._outside.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            for part in value.values() if isinstance(value, dict) else value:
+                self._note_outside(part)
+
+    def as_left(self, container: Any) -> Any:
+        """A list or dict as the call has left it: with its traced numbers."""
+        return self._traced_copies.get(id(container), (None, container))[1]
+
+    def is_outside(self, value: Any) -> bool:
+        """Whether something that the call has left behind was there before it."""
+        return any(value is one for one in self._outside)
+
+    def _find_effects(self) -> None:
+        for place in {**self.witness.reads, **self.witness.writes}:
+            if place not in self.before or place in self.witness.shallow:
+                continue
+            before, after = self.before[place], self.after[place]
+            # The same value again: no effect if the place is compared, so that it is there anyway.
+            is_compared = (
+                place in self.witness.reads and place not in self.witness.numbers | self.witness.present
+            )
+            is_put = (
+                place in self.witness.writes and not is_compared and not isinstance(after.value, CONTAINERS)
+            )
+            if not is_traced_source(after.value, place) and (is_put or not are_same(before, after)):
+                self.effects.append(Effect(place, before, after))
+                self._note_outside(after.value)
+                if before.value is after.value and isinstance(before.value, (list, collections.deque)):
+                    self._refuse(describe_change(self.effects[-1]))  # a new item is a new place in each call
+
+    def _streams(self, places: Places) -> dict[torch.Generator, torch.Tensor]:
+        known = {torch.default_generator: None}
+        for place in places:
+            value = self.before[place].value
+            if isinstance(value, torch.Generator) and value.device.type == "cpu":
+                known[value] = None
+        return {generator: generator.get_state() for generator in known}
+
+    def _check_draws(self, streams: Mapping[torch.Generator, torch.Tensor]) -> None:
+        """Refuse if repeating the recorded draws does not move all generators as the call did."""
         drawn_from = {draw.generator for draw in self.draws if draw.generator is not None}
+        for generator in drawn_from - streams.keys():
+            if not self.witness.is_outside(generator):
+                self._refuse(
+                    "it draws from a torch.Generator that it makes itself, and a replay would go on with its "
+                    "stream; make the generator outside"
+                )
         now = {generator: generator.get_state() for generator in streams.keys() | drawn_from}
         try:
             for generator, state in streams.items():
                 generator.set_state(state)
             for draw in self.draws:
                 draw.again()
-            return all(torch.equal(generator.get_state(), now[generator]) for generator in streams)
+            if not all(torch.equal(generator.get_state(), now[generator]) for generator in streams):
+                self._refuse(
+                    "it draws random numbers on the CPU, or seeds a generator; draw them on the lazy device, "
+                    "and seed outside"
+                )
         finally:
             for generator, state in now.items():
                 generator.set_state(state)
@@ -350,7 +374,8 @@ class RecordedCall:
         leaves = list(self.result_leaves)
         for added in self.added:
             leaves += pytree.tree_leaves((added.args, added.kwargs))
-        leaves += self.after
+        for place in {**self.witness.reads, **self.witness.writes}:
+            leaves += _leaves_of(self.after[place].value)
         return {h for leaf in leaves if (h := find_handle(leaf)) is not None}
 
     def _find_lost_outputs(self) -> None:
@@ -367,24 +392,179 @@ class RecordedCall:
         for position, _ in lost:
             self.program.outputs[position] = None
         gc.collect()  # only a reference cycle may be holding the value
-        now = Reach(self._function, self._roots, self._closures)
-        held = {h for place in now.tensors if (h := find_handle(place.get())) is not None}
         for position, reference in lost:
-            handle = reference()
-            if handle is not None and handle in held:
-                # This call has created state, such as an optimizer's. The next call finds it in a place.
-                self.is_settling = True
-            elif handle is not None:
-                value = self.program.variant.outputs[position]
-                maker = self.program.variant.executable.program.maker_of(value)
-                has_graph = any(isinstance(r, torch.Tensor) and r.requires_grad for r in self.result_leaves)
-                self._refuse(
-                    f"what it returns carries a graph, which holds the result of {maker}: call backward "
-                    "inside, or compute it under torch.no_grad()"
-                    if has_graph
-                    else f"the result of {maker} is kept where a replay can't put a new one"
-                )
+            if reference() is None:
+                continue
+            value = self.program.variant.outputs[position]
+            maker = self.program.variant.executable.program.maker_of(value)
+            has_graph = any(isinstance(r, torch.Tensor) and r.requires_grad for r in self.result_leaves)
+            self._refuse(
+                f"what it returns carries a graph, which holds the result of {maker}: call backward "
+                "inside, or compute it under torch.no_grad()"
+                if has_graph
+                else f"the result of {maker} is kept where a replay can't put a new one"
+            )
+
+    # -- for a replay ------------------------------------------------------------------------------
+
+    def expressions(self) -> Iterator[Expression]:
+        """All expressions that a replay evaluates, but for those of its results."""
+        yield from (expression for _, expression in self.scalars if expression is not None)
+        for symbol, left, right in self.trace.guards:
+            if symbol != "same" or left[0] != "place":
+                yield from (left, right)
+        yield from (count.expression for count in self.counts.values() if count.is_changed)
+
+    def pinned_places(self) -> set[Place]:
+        """Places of numbers that must stay the same."""
+        pinned = {left[1] for symbol, left, _ in self.trace.guards if symbol == "same" and left[0] == "place"}
+        return pinned | (self.witness.pinned & self.witness.numbers)
+
+    def make_guards(self, followed: set[Place]) -> Guards:
+        """The conditions for replays of this call. `followed`: places whose numbers a replay reads."""
+        counts = {key for key, count in self.counts.items()}
+        return Guards(self.witness, self.before, followed, counts, self._ambient)
+
+    def difference(self, earlier: RecordedCall) -> str:
+        """What this call has found changed since an earlier one, with both values; empty if nothing."""
+        for place in self.witness.reads:
+            if (
+                place not in self.before
+                or place in self.witness.numbers
+                or id(self.before[place].value) in self.counts
+            ):
+                continue
+            known = earlier.before if place in earlier.before else earlier.after
+            if place in known:
+                old, new = known[place], self.before[place]
+                old = old._replace(value=plain(old.value))
+                if _is_other(old, new, place in self.witness.structures):
+                    return f"{place.name} from {describe_found(old)} to {describe_found(new)}"
+        pinned = self.pinned_places()
+        for place in self.witness.numbers & pinned:
+            known = earlier.before if place in earlier.before else earlier.after
+            if (
+                place in self.before
+                and place in known
+                and not is_same(known[place].value, self.before[place].value)
+            ):
+                return f"{place.name} from {known[place].value!r} to {self.before[place].value!r}"
+        return ""
 
     def drop_tensors(self) -> None:
         """Release the result, which no later call is compared with."""
         self.result = None
+
+
+def _is_other(old: Found, new: Found, is_structure: bool) -> bool:
+    """Whether a place that is compared before a replay holds something else."""
+    a, b = old.detail, new.detail
+    if isinstance(a, TensorFacts) and isinstance(b, TensorFacts):
+        types = [None if facts.handle is None else facts.handle.type for facts in (a, b)]
+        return types[0] is not types[1] or a.flags != b.flags or a.version != b.version
+    if isinstance(old.value, CONTAINERS) and isinstance(new.value, CONTAINERS):
+        return type(old.value) is not type(new.value) or (is_structure and a != b)
+    return not are_same(old, new)
+
+
+def describe_found(found: Found) -> str:
+    """What was in a place, in a message."""
+    if isinstance(found.detail, TensorFacts) and found.detail.handle is not None:
+        return f"a tensor {found.detail.handle.type}"
+    if isinstance(found.value, CONTAINERS):
+        detail = found.detail[1]
+        return f"a {type(found.value).__name__} of {detail if type(detail) is int else len(detail)}"
+    return describe(plain(found.value))
+
+
+def sources_in(expression: Expression, found: set[Any]) -> None:
+    """Collect the sources of an expression."""
+    if isinstance(expression, tuple):
+        if expression[0] in SOURCES:
+            found.add(expression)
+        else:
+            for part in expression[1:]:
+                sources_in(part, found)
+
+
+def is_traced_source(value: Any, place: Place) -> bool:
+    """Whether a number is the one that was in this place when the call began."""
+    return is_traced(value) and value.expression == ("place", place)
+
+
+def describe_change(effect: Effect) -> str:
+    """An effect in a message."""
+    before, after = effect.before.value, effect.after.value
+    if isinstance(before, CONTAINERS) and before is after:
+        old, new = (
+            detail[1] if type(detail[1]) is int else len(detail[1])
+            for detail in (effect.before.detail, effect.after.detail)
+        )
+        kind = type(before).__name__
+        what = (
+            f"the length of a {kind}, {effect.place.name}, from {old} to {new}" if old != new else f"a {kind}"
+        )
+        return f"it changes {what}, {_WAY_OUT}"
+    if isinstance(before, torch.Tensor) and before is after:
+        if effect.before.detail.version is not None:
+            return f"it changes {effect.place.name}, a CPU tensor, {_WAY_OUT}"
+        return f"it changes requires_grad or hooks of {effect.place.name}, {_WAY_OUT}"
+    if before is after:
+        return f"it changes what is in {effect.place.name}, a {type(before).__name__}, {_WAY_OUT}"
+    return f"it changes {effect.place.name} from {describe(before)} to {describe(plain(after))}, {_WAY_OUT}"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)  # pytree would make a tuple of it
+
+
+def _is_host_generator(value: Any) -> bool:
+    from .values import GENERATORS
+
+    return isinstance(value, GENERATORS) and not isinstance(value, torch.Generator)
+
+
+def _leaves_of(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return pytree.tree_leaves(value) if isinstance(value, (list, tuple, dict)) else []
+
+
+def _put_plain(kind: int, owner: Any, key: Any) -> None:
+    """Put the plain number where a traced one was stored, if it is still there."""
+    if kind == 3:
+        place = Place(owner, None, Kind.CELL, "")
+    elif kind == 0:
+        if isinstance(owner, type):
+            place = Place(owner, key, Kind.CLASS, "")
+        else:
+            slot = inspect.getattr_static(type(owner), key, None)
+            names = getattr(owner, "__dict__", {})
+            is_slot = isinstance(slot, MemberDescriptorType)
+            place = Place(owner, slot, Kind.SLOT, "") if is_slot else Place(names, key, Kind.ITEM, "")
+    else:
+        place = Place(owner, key, Kind.ITEM, "")
+    value = place.get()
+    if is_traced(value):
+        place.set(plain(value))
+
+
+def _untraced(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+    """`value` with plain numbers in place of traced ones. Lists and dicts are changed in place, each once.
+
+    `seen` gets each of them by its id, and a copy of what it was.
+    """
+    if is_traced(value):
+        return plain(value)
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        elements = [_untraced(element, seen) for element in value]
+        if all(a is b for a, b in zip(elements, value, strict=True)):
+            return value
+        return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
+    if isinstance(value, (dict, list)) and id(value) not in seen:
+        seen[id(value)] = value, value.copy()
+        for key, element in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            made = _untraced(element, seen)
+            if made is not element:
+                value[key] = made
+    return value

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
+import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
-
-import torch
 
 from .. import metrics
 from ..barrier import finish_step
@@ -19,19 +17,26 @@ from ..errors import CaptureError
 from ..notices import LazyStepWarning
 from ..program.difference import first_difference
 from ..record import observer
+from ..record.handle import Handle
 from ..runtime import runtime
 from ..step_closures import DeviceContext, get_device_context
-from .arguments import Kind, Structure, kind_difference, kind_of, put_together, take_apart
+from ._places import is_same
+from .arguments import Kind, MovedArguments, Structure, kind_difference, kind_of, put_together, take_apart
+from .places import Places
 from .recorded import RecordedCall
 from .replay import NotReplayableError, Replay, UnsettledError
+from .witness import STEPS_KEY, is_supported
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_FIRST_AUDIT = 64
-_AUDIT_GROWTH = 4
+_EARLY_AUDITS = 32  # audits come after 1, 2, 4, ... replays up to this number, then steadily
+_AUDIT_SHARE = 0.01  # of the time, at most, for steady audits
+_MIN_INTERVAL = 64
 _MAX_CHANGES = 12
-_MAX_STATES = 4
+_MAX_RECENT = 4
+_MAX_SKIPPED = 64  # calls between two tries to capture a step that could not be captured
+_MAX_PLACES = 20_000
 _MAX_KINDS = 16
 
 # Captures and refusals of all steps in the process, also of deleted ones: for the report of a run.
@@ -41,26 +46,39 @@ reasons: deque[str] = deque(maxlen=64)
 class _Captures:
     """The calls whose arguments have the same structure, types and plain values."""
 
-    def __init__(self) -> None:
-        # The last call for each starting state: gradient accumulation alternates between two states.
+    def __init__(self, changed: str) -> None:
+        """`changed`: how these arguments differ from those of the kind before."""
+        self.changed = changed
+        self.places = Places()
+        # The last calls that might agree with the next one: gradient accumulation alternates between two.
         self.recent: list[RecordedCall] = []
         self.replays: list[Replay] = []
-        self.next_audit = _FIRST_AUDIT
         self.has_recorded = False
-        self.num_changed = 0  # recordings in a row that began in a state not seen lately
+        self.num_changed = 0  # recordings in a row that found something changed
+        self.num_unsettled = 0  # recordings in a row that could neither be captured nor refused
+        self.num_refused = 0  # recordings in a row that were refused
+        self.num_to_skip = 0  # calls that are recorded without a witness
 
-    def remember(self, call: RecordedCall) -> tuple[RecordedCall | None, str]:
-        """Keep a call. Returns the last call that began in the same state, or None and the difference."""
-        changed = ""
-        for position, earlier in enumerate(self.recent):
-            difference = call.guards.difference(earlier.guards)
-            if not difference:
-                self.recent[position] = call
-                return earlier, ""
-            changed = changed or difference
-        self.recent.insert(0, call)
-        del self.recent[_MAX_STATES:]
-        return None, changed
+    def forget_calls(self) -> None:
+        """Let go of everything that is known of earlier calls, but for the captures."""
+        self.recent.clear()
+        self.places = Places()
+
+
+class _BoundSteps(dict[int, "Step[..., Any]"]):
+    """The steps of an object, one for each step method, kept in the object's `__dict__`.
+
+    A copy of the object, or an unpickled one, begins without any.
+    """
+
+    def __reduce__(self) -> Any:
+        return _BoundSteps, ()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _BoundSteps()
+
+    def __copy__(self) -> Any:
+        return _BoundSteps()
 
 
 class Step(Generic[P, R]):
@@ -80,13 +98,13 @@ class Step(Generic[P, R]):
         self._fullgraph = fullgraph
         self._audit_every = audit_every
         self._max_captures = max_captures
-        self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}
+        self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}  # of objects without a `__dict__`
         self._captures: dict[Kind, _Captures] = {}
         self._num_new_kinds = 0  # calls in a row whose arguments had a new kind
-        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._closures: set[CodeType] = set()
         self._warned: set[str] = set()
         self._reasons: dict[str, str] = {}  # the last reason of each kind
+        # The inputs of the program that the last call has recorded, and which of them it writes.
+        self._last_program: tuple[list[Handle], list[bool]] | None = None
         self.num_recorded = 0
         self.num_replayed = 0
 
@@ -94,32 +112,42 @@ class Step(Generic[P, R]):
         """The step as a method: each object has its own captures."""
         if owner is None:
             return self
-        if id(owner) not in self._bound:
-            bound: Step[..., R] = Step(
-                self._function.__get__(owner), self._fullgraph, self._audit_every, self._max_captures
-            )
+        names = getattr(owner, "__dict__", None)
+        if not isinstance(names, dict):
             # The object is kept alive, so that no other object gets its id.
-            self._bound[id(owner)] = owner, bound
-        return self._bound[id(owner)][1]
+            if id(owner) not in self._bound:
+                self._bound[id(owner)] = owner, self._bind(owner)
+            return self._bound[id(owner)][1]
+        steps = names.get(STEPS_KEY)
+        if steps is None:
+            steps = names[STEPS_KEY] = _BoundSteps()
+        if id(self) not in steps:
+            steps[id(self)] = self._bind(owner)
+        return steps[id(self)]
+
+    def _bind(self, owner: Any) -> Step[..., R]:
+        return Step(self._function.__get__(owner), self._fullgraph, self._audit_every, self._max_captures)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Record or replay one step and queue it. Does not wait for values. Raises as `mark_step` does."""
         if observer.current() is not None:  # inside another captured step, which records it
-            moved, moved_kwargs = put_together(*take_apart(args, kwargs))
-            return self._function(*moved, **moved_kwargs)
+            own_args, own_kwargs = put_together(*take_apart(args, kwargs))
+            return self._function(*own_args, **own_kwargs)
         observer.wait_for_other_threads()
         leaves, structure = take_apart(args, kwargs)
+        moved = MovedArguments(args, kwargs, leaves, structure)
         context = get_device_context()
         runtime.flush()
         captures = self._captures_of(kind_of(leaves, structure))
         result: R
         for replay in captures.replays:
-            if not replay.guards.hold():
+            values = replay.guards.hold()
+            if values is None:
                 continue
-            if self._is_audit_due(captures, replay):
-                result = self._audit(captures, replay, leaves, structure, context)
+            if self._is_audit_due(replay):
+                result = self._audit(captures, replay, values, leaves, structure, context)
                 break
-            is_done, result = replay.run(leaves, context)
+            is_done, result = replay.run(leaves, values, context)
             if is_done:
                 self.num_replayed += 1
                 replay.last_call = self.num_recorded + self.num_replayed
@@ -127,6 +155,9 @@ class Step(Generic[P, R]):
         else:
             result = self._record(captures, leaves, structure, context)
         finish_step(context)
+        if self._last_program is not None:
+            (inputs, written), self._last_program = self._last_program, None
+            moved.check(self._name, inputs, written)
         return result
 
     def _captures_of(self, kind: Kind) -> _Captures:
@@ -136,12 +167,13 @@ class Step(Generic[P, R]):
             self._num_new_kinds = 0
             return captures
         self._num_new_kinds += 1
+        changed = kind_difference(next(reversed(self._captures)), kind) if self._captures else ""
         if self._num_new_kinds == _MAX_CHANGES:
-            self._fall_back(f"{kind_difference(next(reversed(self._captures)), kind)} in each call")
+            self._fall_back(f"{changed} in each call")
         idle = [key for key, one in self._captures.items() if not one.replays]
         if len(idle) >= _MAX_KINDS:
             del self._captures[idle[0]]
-        self._captures[kind] = _Captures()
+        self._captures[kind] = _Captures(changed)
         return self._captures[kind]
 
     # -- recording -----------------------------------------------------------------------------------
@@ -149,41 +181,87 @@ class Step(Generic[P, R]):
     def _record(
         self, captures: _Captures, leaves: list[Any], structure: Structure, context: DeviceContext
     ) -> R:
-        call = self._record_once(leaves, structure, context)
+        changed = captures.replays[0].guards.difference() if captures.replays else ""
+        obstacle = _obstacle()
+        is_witnessed = not obstacle and not captures.num_to_skip
+        call = self._record_once(captures, leaves, structure, context, is_witnessed)
         result: R = call.result
         call.drop_tensors()
-        if call.disturbance:
+        if obstacle:
+            self._fall_back(obstacle)
+        elif not is_witnessed:
+            captures.num_to_skip -= 1
+        elif call.disturbance:
             self._note(f"recorded, not captured: {call.disturbance}")
-            return result
-        if call.reason:
+        elif call.reason:
             captures.recent.clear()
-            if captures.has_recorded:
-                self._fall_back(call.reason)
             # A first call may fill caches and create state. A side effect that also happens in the second
             # call happens in every call.
+            if captures.has_recorded:
+                self._refuse(captures, call.reason)
             captures.has_recorded = True
-            return result
-        earlier, changed = captures.remember(call)
+        else:
+            captures.has_recorded = True
+            self._try_to_capture(captures, call, changed)
+        return result
+
+    def _try_to_capture(self, captures: _Captures, call: RecordedCall, changed: str) -> None:
+        """Make a capture of this call and an earlier one that agrees with it."""
+        unsettled = (
+            "" if call.is_complete else f"it reads or writes {call.new_places[0].name} for the first time"
+        )
+        last = captures.recent[0] if captures.recent else None
+        changed_since = "" if last is None else call.difference(last)
+        if changed_since:
+            unsettled = f"{changed_since} changes between calls"
+        earlier = next((one for one in captures.recent if _agree(one, call)), None)
+        if earlier is not None and call.is_complete:
+            try:
+                self._add_capture(captures, Replay(earlier, call), changed)
+                return
+            except UnsettledError as error:
+                unsettled = unsettled or str(error)
+            except NotReplayableError as error:
+                if not changed_since:  # otherwise the next call may be like this one
+                    captures.recent.clear()
+                    self._refuse(captures, str(error))
+                    return
+        captures.recent.insert(0, call)
+        del captures.recent[_MAX_RECENT:]
+        if len(captures.places) > _MAX_PLACES:
+            captures.forget_calls()
+        captures.num_unsettled += 1
+        self._note(f"recorded, not captured yet: {unsettled or 'no earlier call did the same'}")
+        if captures.num_unsettled == _MAX_CHANGES:
+            captures.num_unsettled = 0
+            reason = unsettled or "no two calls do the same"
+            self._refuse(captures, f"{reason}; make what varies an argument of the step")
+
+    def _add_capture(self, captures: _Captures, replay: Replay, changed: str) -> None:
+        captures.num_unsettled = captures.num_refused = 0
         if changed:
             captures.num_changed += 1
             if captures.num_changed == _MAX_CHANGES:
-                self._fall_back(f"{changed} changes between calls; make it an argument of the step")
-        elif earlier is not None and _agree(earlier, call):
-            captures.num_changed = 0
-            try:
-                replay = Replay(earlier, call)
-                replay.last_call = self.num_recorded + self.num_replayed
-                captures.replays.insert(0, replay)
-                self._drop_oldest_capture()
-                captures.recent.remove(call)  # it keeps the tensors of its step alive
-                captures.next_audit = _FIRST_AUDIT
-                metrics.count("captures")
-                self._note(self._why_captured(len(captures.replays)))
-            except UnsettledError:
-                pass
-            except NotReplayableError as error:
-                self._fall_back(str(error))
-        return result
+                captures.num_changed = 0
+                self._refuse(captures, f"{changed} changes between calls; make it an argument of the step")
+                return
+        replay.last_call = self.num_recorded + self.num_replayed
+        captures.replays.insert(0, replay)
+        self._drop_oldest_capture()
+        captures.recent.clear()  # they keep the tensors of their steps alive
+        metrics.count("captures")
+        if changed:
+            self._note(f"captured anew: {changed}")
+        else:
+            self._note(
+                f"captured for other arguments: {captures.changed}" if captures.changed else "captured"
+            )
+
+    def _refuse(self, captures: _Captures, reason: str) -> None:
+        """Record the next calls without a witness, which costs much, and try again later."""
+        captures.num_refused += 1
+        captures.num_to_skip = min(2**captures.num_refused, _MAX_SKIPPED)
+        self._fall_back(reason)
 
     def _drop_oldest_capture(self) -> None:
         """Make room for a new capture. The least recently used one goes."""
@@ -199,21 +277,29 @@ class Step(Generic[P, R]):
         self._note(text)
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(f"{self._name} has {text}", LazyStepWarning, stacklevel=5)
+            _warn(f"{self._name} has {text}")
 
     @property
     def _name(self) -> str:
         return getattr(self._function, "__qualname__", repr(self._function))
 
-    def _record_once(self, leaves: list[Any], structure: Structure, context: DeviceContext) -> RecordedCall:
+    def _record_once(
+        self,
+        captures: _Captures,
+        leaves: list[Any],
+        structure: Structure,
+        context: DeviceContext,
+        is_witnessed: bool,
+    ) -> RecordedCall:
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
-        return RecordedCall(self._function, leaves, structure, context, self._met, self._closures)
-
-    def _why_captured(self, number: int) -> str:
-        if number > 1:
-            return "captured anew: modes, flags, hooks or state around it had changed"
-        return "captured" if self.num_recorded < 5 else "captured for other argument types or values"
+        call = RecordedCall(self._function, leaves, structure, context, captures.places, is_witnessed)
+        if call.program is not None:
+            executable = call.program.variant.executable
+            storages = [executable.program.values[value].storage for value in executable.program.inputs]
+            written = [storage in executable.written_storages for storage in storages]
+            self._last_program = call.program.inputs, written
+        return call
 
     def _fall_back(self, reason: str) -> None:
         message = f"{self._name} is recorded in each call, not replayed: {reason}"
@@ -224,7 +310,7 @@ class Step(Generic[P, R]):
         kind = _without_numbers(reason)
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, LazyStepWarning, stacklevel=4)
+            _warn(message)
 
     def _note(self, text: str) -> None:
         kind = _without_numbers(text)
@@ -234,39 +320,41 @@ class Step(Generic[P, R]):
 
     # -- audits --------------------------------------------------------------------------------------
 
-    def _is_audit_due(self, captures: _Captures, replay: Replay) -> bool:
+    def _is_audit_due(self, replay: Replay) -> bool:
         if self._audit_every is not None:
             return self._audit_every > 0 and (replay.num_runs + 1) % self._audit_every == 0
-        return replay.num_runs >= captures.next_audit
+        return replay.num_replays >= replay.next_audit
 
     def _audit(
         self,
         captures: _Captures,
         replay: Replay,
+        values: list[Any],
         leaves: list[Any],
         structure: Structure,
         context: DeviceContext,
     ) -> R:
         """Record the call, which always gives the right result, and compare it with the replay."""
-        predicted = replay.predict(leaves)
-        call = self._record_once(leaves, structure, context)
-        replay.num_runs += 1
-        captures.next_audit = max(captures.next_audit, replay.num_runs) * _AUDIT_GROWTH
+        predicted = replay.predict(leaves, values)
+        start = time.perf_counter()
+        call = self._record_once(captures, leaves, structure, context, is_witnessed=False)
+        replay.plan_next_audit(time.perf_counter() - start, _EARLY_AUDITS, _AUDIT_SHARE, _MIN_INTERVAL)
         metrics.count("captures_audited")
         result: R = call.result
         difference = "" if call.disturbance else _audit_difference(replay, call, predicted)
         if difference:
             captures.replays.remove(replay)
-            captures.recent.clear()
+            captures.forget_calls()
             metrics.count("captures_outdated")
             message = (
                 f"{self._name} does something else than when it was captured: {difference}. "
-                "It is captured anew"
+                f"Numbers of its last {replay.num_since_audit} replays may be wrong. It is captured anew"
             )
             self._note(message)
             if self._fullgraph:
                 raise CaptureError(message)
-            warnings.warn(message, LazyStepWarning, stacklevel=3)
+            _warn(message)
+        replay.num_since_audit = 0
         return result
 
     # -- inspection ----------------------------------------------------------------------------------
@@ -324,8 +412,8 @@ def step(
     `fullgraph=True` this is an error.
 
     Other side effects of the step's Python do not happen at a replay. An audit finds them: it records the
-    call and compares. `audit_every=N` audits every N-th call; the default audits at growing intervals, and 0
-    never audits.
+    call and compares. `audit_every=N` audits every N-th call, and 0 never audits. The default audits early,
+    then steadily for at most 1 % of the time.
     """
 
     def decorate(function: Callable[P, R]) -> Step[P, R]:
@@ -334,8 +422,25 @@ def step(
     return decorate if function is None else decorate(function)
 
 
+def _warn(message: str) -> None:
+    """Warn at the line that called the step."""
+    level, frame = 1, sys._getframe()
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, LazyStepWarning, stacklevel=level)
+
+
+def _obstacle() -> str:
+    """Why no call can be witnessed now; empty if it can."""
+    if not is_supported:
+        return f"captures need CPython 3.11, this is {sys.version_info.major}.{sys.version_info.minor}"
+    if sys.gettrace() is not None:
+        return "a debugger or a coverage tool traces this thread (sys.settrace)"
+    return ""
+
+
 def _agree(earlier: RecordedCall, call: RecordedCall) -> bool:
-    if earlier.program is None or call.program is None or earlier.is_settling or call.is_settling:
+    if earlier.program is None or call.program is None:
         return False
     return earlier.program.known is call.program.known and (
         earlier.program.variant.outputs == call.program.variant.outputs
@@ -354,7 +459,7 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
         return predicted
     used = replay.variant.executable.program.used_slots()
     for slot in sorted(used):
-        if predicted[slot] != actual[slot]:
+        if not is_same(predicted[slot], actual[slot]):
             return f"a number is {actual[slot]!r}, a replay would have used {predicted[slot]!r}"
     return ""
 

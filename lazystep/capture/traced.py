@@ -1,49 +1,41 @@
 """Numbers that remember how they were computed, so that a replay can compute them again.
 
-While a step is recorded, learning rates, step counts and float arguments are `Traced`: floats with an
-expression. Optimizers and user code compute with them as with any float.
+While a call is witnessed, a number that it reads from a place or an argument is a `TracedFloat` or a
+`TracedInt`: the very same number, with an expression. Python code computes with it as with any number, and
+the results remember their expressions, too. Comparisons become guards of the replay.
 
-A number that goes into a torch op becomes a plain double and loses its expression. So every traced number
-carries a *tag*: a tiny perturbation that makes its double unlike any other. By the tag, the number is found
-again among the scalars of the recording. The true value replaces the tag before the step runs, so nothing is
-ever computed from a tagged number.
+Code in C can't follow: it gets the plain number, and a guard requires the same value in every replay. This is
+called *pinning*. The witness pins what goes into C functions, `Trace` what Python asks of the number itself.
 
-Comparisons use true values and become guards of the replay. Code that does arithmetic that we cannot see gets
-the true value, and a guard requires the same value in every replay (`Pins` for torch functions, `Traced.pin`
-for Python and NumPy).
+See capture/numbers_in_ops.py for how a number goes into an op.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
 import random
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import BuiltinFunctionType
+from collections.abc import Callable, Sequence
+from types import MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
-import numpy as np
-import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from ._places import is_same
 
-from ..program.program import Number
-from ..record.tensor import is_lazy
-from .places import Place
+# A number, or a tuple: ("place", place), ("argument", number), ("count", state), ("+", left, right), ...
+Expression = Any
+Number = float | int
 
-Expression = Any  # a float, or a tuple: ("name", ...) of a source, ("+", left, right), ("sqrt", argument)
-
-_BINARY: dict[str, Callable[[float, float], Any]] = {
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
     "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
     "**": operator.pow,
 }
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -51,84 +43,112 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
-_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "fabs")
-SOURCES = ("argument", "group", "state")
+SOURCES = ("argument", "place", "count")
 _MAX_TAGS = 8  # attempts to find a tag that is unlike all others
 
 
 class Trace:
-    """The traced numbers of one recording, by their tagged values."""
+    """The traced numbers of one call: what must hold of them, and the tags by which ops carry them."""
 
     def __init__(self) -> None:
         # A separate generator, so that the user's random numbers stay the same.
         self._random = random.Random()
-        self._by_tag: dict[float, Traced] = {}
+        self._by_tag: dict[Number, Any] = {}
+        # Comparisons and their results; ("same", expression, value) requires the very same number.
         self.guards: dict[tuple[str, Expression, Expression], bool] = {}
 
-    def source(self, value: float, *name: Any) -> Traced:
-        """A traced number that a replay reads again; `name` says where."""
-        return self.number(value, name)
-
-    def number(self, true: float, expression: Expression) -> Traced:
-        """Make a traced number with a new tag.
-
-        The tag is not computed from the operands' tags: `1 - beta ** step` tends to 1.0 for any tag of beta,
-        and could then not be told from any other 1.0 in the recording.
-        """
-        tag = self._new_tag(true)
-        made = Traced(tag)
-        made.trace, made.true, made.expression = self, true, expression
-        if tag == true or tag != tag:  # infinite or NaN, or no free tag: it can't be recognized
-            made.pin()
-        else:
-            self._by_tag[tag] = made
+    def number(self, value: Any, expression: Expression) -> Any:
+        """A traced number, or the value itself if it is neither a float nor an int."""
+        kind = _KINDS.get(type(value))
+        if kind is None:
+            return value
+        made: Any = type(value).__new__(kind, value)
+        made.trace, made.expression = self, expression
         return made
 
-    def _new_tag(self, true: float) -> float:
+    def pin(self, expression: Expression, value: Any) -> None:
+        """Require the same value in every replay."""
+        if isinstance(expression, tuple):
+            # By its digits as well, because -0.0 and 0.0 are equal, and NaN equals nothing.
+            self.guards[("same", expression, _Exact(value))] = True
+
+    # -- tags: how an op carries a number ------------------------------------------------------------------
+
+    def tag(self, number: Any) -> Any:
+        """A number by which this one is found again among the scalars of the recording."""
         for _ in range(_MAX_TAGS):
-            noise = self._random.uniform(1e-7, 1e-6) * self._random.choice((-1, 1))
-            tag = true * (1.0 + noise) if true else noise * 1e-2
-            if tag != true and tag not in self._by_tag:
+            tag = self._new_tag(plain(number))
+            if tag is not None and tag not in self._by_tag:
+                self._by_tag[tag] = number
                 return tag
-        return true
+        return number.pin()
 
-    def numbers(self) -> list[Traced]:
-        """All traced numbers that have a tag of their own."""
-        return list(self._by_tag.values())
+    def _new_tag(self, true: Number) -> Number | None:
+        if isinstance(true, int):
+            # Far from every number that an op would have by itself.
+            return (1 << 40) + self._random.getrandbits(32)
+        if not math.isfinite(true):
+            return None
+        noise = self._random.uniform(1e-7, 1e-6) * self._random.choice((-1, 1))
+        tag = true * (1.0 + noise) if true else noise * 1e-2
+        return tag if tag != true and math.isfinite(tag) else None
 
-    def find(self, value: Number) -> Traced | None:
-        """The traced number behind a plain double: x itself, or -x, 1 - x, x - 1 or 1/x of a traced x.
+    def find(self, value: Number | complex) -> Any:
+        """The traced number behind a tag: x itself, or -x, 1 - x, x - 1 or 1/x of a traced x; else None.
 
         The formulas in torch negate numbers, subtract them from 1 and divide by them.
         """
-        if type(value) is not float or value == 0.0 or not math.isfinite(value):
+        if (
+            not isinstance(value, (float, int))
+            or isinstance(value, bool)
+            or value == 0
+            or not math.isfinite(value)
+        ):
             return None
         found = self._by_tag.get(value)
-        if found is not None:
+        if found is not None and type(value) is type(plain(found)):
             return found
         derivations: tuple[tuple[Callable[[Any], Any], float], ...] = (
             (lambda t: -t, -value),
-            (lambda t: 1.0 - t, 1.0 - value),
-            (lambda t: t - 1.0, value + 1.0),
-            (lambda t: 1.0 / t, 1.0 / value),
+            (lambda t: 1 - t, 1 - value),
+            (lambda t: t - 1, value + 1),
+            (lambda t: 1 / t, 1 / value),
         )
         for wrap, candidate in derivations:
             base = self._by_tag.get(candidate)
-            if base is not None and wrap(base.tag) == value:
-                derived: Traced = wrap(base)
-                return derived
+            if base is not None and is_same(wrap(candidate), value):
+                return wrap(base)
         return None
 
 
-class Traced(float):
-    """A float with an expression. Its float value is the tag, which C code reads; `true` its true value."""
+class _Exact:
+    """A number in a guard, hashed and compared by its type and digits."""
 
-    __slots__ = ("expression", "trace", "true")
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Exact) and is_same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), repr(self.value)))
+
+
+class _Traced:
+    """What traced floats and ints have in common. The number itself is always the true one."""
+
     trace: Trace
-    true: float
     expression: Expression
 
-    # The caller may parse the text or look up a dict entry, which we cannot see: pin the true value.
+    def pin(self) -> Any:
+        """The plain number, for arithmetic that we can't see. A replay requires the same value."""
+        value = plain(self)
+        self.trace.pin(self.expression, value)
+        return value
+
+    # The caller may parse the text or look up a dict entry, which we can't see.
 
     def __repr__(self) -> str:
         return repr(self.pin())
@@ -142,232 +162,162 @@ class Traced(float):
         return hash(self.pin())
 
     def __reduce__(self) -> Any:
-        return float, (self.true,)
+        return type(plain(self)), (plain(self),)
 
-    @property
-    def tag(self) -> float:
-        """The double that an op sees."""
-        return float.__float__(self)
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
 
-    def __neg__(self) -> Traced:
-        return self.trace.number(-self.true, ("neg", self.expression))
+    def __copy__(self) -> Any:
+        return self
 
-    def __abs__(self) -> Traced:
-        return self.trace.number(abs(self.true), ("abs", self.expression))
+    def __neg__(self) -> Any:
+        return self.trace.number(-plain(self), ("neg", self.expression))
 
-    def __pos__(self) -> Traced:
+    def __abs__(self) -> Any:
+        return self.trace.number(abs(plain(self)), ("abs", self.expression))
+
+    def __pos__(self) -> Any:
         return self
 
     def __bool__(self) -> bool:
-        return bool(_compare("!=", self, 0.0))
-
-    # The caller may do arithmetic that we cannot see, so it gets the true value.
-
-    def __float__(self) -> float:
-        return self.pin()
-
-    def __complex__(self) -> complex:
-        return complex(self.pin())
-
-    def __int__(self) -> int:
-        return int(self.pin())
-
-    __trunc__ = __int__
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.array(self.pin(), dtype=dtype)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        return getattr(ufunc, method)(*map(_pinned, inputs), **kwargs)
-
-    def pin(self) -> float:
-        """The true value, for arithmetic that we cannot see. A guard requires the same value in a replay."""
-        self.trace.guards[("==", self.expression, self.true)] = True
-        return self.true
+        return bool(_compare("!=", self, 0))
 
 
-def untagged(value: Any, seen: set[int]) -> Any:
-    """`value` with true numbers in place of traced ones. Lists and dicts are changed in place, each once."""
-    if type(value) is Traced:
-        return value.pin()
-    if isinstance(value, tuple):
-        elements = [untagged(element, seen) for element in value]
-        if all(map(operator.is_, elements, value)):
-            return value
-        return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
-    if isinstance(value, (dict, list, deque)) and id(value) not in seen:
-        seen.add(id(value))
-        for key, element in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            true = untagged(element, seen)
-            if true is not element:
-                value[key] = true
-    return value
+class TracedFloat(_Traced, float):
+    """A float with an expression."""
+
+    def __new__(cls, value: Any = 0.0) -> Any:  # noqa: D102 - code that has got hold of the class means `float`
+        return float(value)
 
 
-def true_value(value: Any) -> Any:
-    """The true value of a traced number; any other value as it is."""
-    return value.true if type(value) is Traced else value
+class TracedInt(_Traced, int):
+    """An int with an expression."""
+
+    def __new__(cls, value: Any = 0) -> Any:  # noqa: D102 - code that has got hold of the class means `int`
+        return int(value)
 
 
-def _pinned(value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(map(_pinned, value))
-    return value.pin() if type(value) is Traced else value
+_KINDS: dict[type, Any] = {float: TracedFloat, int: TracedInt}
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a traced number."""
+    return type(value) is TracedFloat or type(value) is TracedInt
+
+
+def plain(value: Any) -> Any:
+    """The plain number of a traced one; any other value as it is."""
+    if type(value) is TracedFloat:
+        return float.__pos__(value)
+    return int.__pos__(value) if type(value) is TracedInt else value
+
+
+def expression_of(value: Any) -> Expression:
+    """The expression of a traced number; any other number is its own."""
+    return value.expression if is_traced(value) else value
+
+
+def _trace_of(left: Any, right: Any) -> Trace:
+    trace: Trace = (left if is_traced(left) else right).trace
+    return trace
 
 
 def _binary(symbol: str, left: Any, right: Any) -> Any:
-    function = _BINARY[symbol]
-    if isinstance(left, complex) or isinstance(right, complex):
-        return function(_pinned(left), _pinned(right))
     if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
-        return NotImplemented
-    true = function(true_value(left), true_value(right))
-    if type(true) is complex:
-        raise ValueError("a negative number has no real power of that kind")
-    return _trace_of(left, right).number(float(true), (symbol, _expression(left), _expression(right)))
+        # Complex numbers, NumPy's, fractions: the other operand decides, with the plain number.
+        if not _is_number(right if is_traced(left) else left):
+            return NotImplemented
+        return _BINARY[symbol](pinned(left), pinned(right))
+    value = _BINARY[symbol](plain(left), plain(right))
+    return _trace_of(left, right).number(value, (symbol, expression_of(left), expression_of(right)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, complex) or type(value).__module__ in ("numpy", "fractions", "decimal")
 
 
 def _compare(symbol: str, left: Any, right: Any) -> Any:
     if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
         return NotImplemented
-    result = _COMPARE[symbol](true_value(left), true_value(right))
-    trace = _trace_of(left, right)
-    trace.guards[(symbol, _expression(left), _expression(right))] = result
+    result = _COMPARE[symbol](plain(left), plain(right))
+    _trace_of(left, right).guards[(symbol, expression_of(left), expression_of(right))] = result
     return result
 
 
-def _trace_of(left: Any, right: Any) -> Trace:
-    traced: Traced = left if type(left) is Traced else right
-    return traced.trace
-
-
-def _expression(value: Any) -> Expression:
-    return value.expression if type(value) is Traced else value
-
-
-def _install() -> None:
-    names = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
-    for symbol, name in names.items():
-        setattr(Traced, f"__{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, a, b))
-        setattr(Traced, f"__r{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, b, a))
-    for symbol, name in {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}.items():
-        setattr(Traced, f"__{name}__", lambda a, b, s=symbol: _compare(s, a, b))
-    # Discontinuous functions, which expressions do not support: rounding, remainders, digits.
-    for name in ("round", "floor", "ceil", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"):
-        setattr(Traced, f"__{name}__", _on_pinned(getattr(float, f"__{name}__")))
-    for name in ("hex", "is_integer", "as_integer_ratio"):
-        setattr(Traced, name, _on_pinned(getattr(float, name)))
-
-
-def _on_pinned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, called with pinned true values."""
+def _on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, called with plain numbers, which must stay the same."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(_pinned, args), **{name: _pinned(value) for name, value in kwargs.items()})
+        return function(*map(pinned, args), **{name: pinned(value) for name, value in kwargs.items()})
 
     return call
 
 
+def pinned(value: Any) -> Any:
+    """A value with the plain numbers in place of traced ones, which must stay the same; also inside."""
+    if type(value) in (list, tuple):
+        return type(value)(map(pinned, value))
+    if type(value) is dict:
+        return {key: pinned(element) for key, element in value.items()}
+    return value.pin() if is_traced(value) else value
+
+
+def _install() -> None:
+    """Give both classes the operators of numbers."""
+    names = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow", "//": "floordiv", "%": "mod"}
+    for kind, base in ((TracedFloat, float), (TracedInt, int)):
+        for symbol, name in names.items():
+            setattr(kind, f"__{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, a, b))
+            setattr(kind, f"__r{name}__", lambda a, b, _mod=None, s=symbol: _binary(s, b, a))
+        for symbol, name in {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}.items():
+            setattr(kind, f"__{name}__", lambda a, b, s=symbol: _compare(s, a, b))
+        own = {
+            f"__{name}__" for name in ("new", "init", "getattribute", "getnewargs", "sizeof", "class_getitem")
+        }
+        done = set(vars(kind)) | set(vars(_Traced)) | own
+        # Everything else that the type can do: rounding, digits, bits, conversions.
+        for name, function in vars(base).items():
+            if name not in done and isinstance(function, (MethodDescriptorType, WrapperDescriptorType)):
+                setattr(kind, name, _on_plain(function))
+
+
 _install()
 
+# -- functions in C that a replay can call again -----------------------------------------------------
 
-@contextlib.contextmanager
-def traced_math(held: Sequence[Place]) -> Iterator[None]:
-    """For the time of the block, let functions of `math` follow traced numbers, or else use true values.
+_FOLLOWED: dict[Callable[..., Any], str] = {
+    function: f"math.{name}"
+    for name, function in vars(math).items()
+    if not name.startswith("_") and callable(function) and name not in ("fsum", "prod", "dist", "sumprod")
+}
+_FOLLOWED |= {float: "float", int: "int", abs: "abs"}
+_BY_NAME = {name: function for function, name in _FOLLOWED.items()}
 
-    `held`: places where user code may hold such a function under another name.
-    """
 
-    def follow(name: str, function: Callable[..., float]) -> Callable[..., float]:
-        def call(value: float, *rest: float) -> float:
-            if rest:  # `math.log(x, base)`
-                return function(*map(_pinned, (value, *rest)))
-            if type(value) is not Traced:
-                return function(value)
-            return value.trace.number(function(value.true), (name, value.expression))
-
-        return call
-
-    originals = {name: value for name, value in vars(math).items() if name[0] != "_" and callable(value)}
-    replacements = {
-        function: follow(name, function) if name in _MATH else _on_pinned(function)
-        for name, function in originals.items()
-    }
-    imported = []
-    for place in held:
-        value = place.get()
-        if isinstance(value, BuiltinFunctionType) and value in replacements:
-            imported.append((place, value))
+def can_follow(function: Any) -> bool:
+    """Whether there is a version of this function that follows traced numbers."""
     try:
-        for name, function in originals.items():
-            setattr(math, name, replacements[function])
-        for place, function in imported:
-            place.set(replacements[function])
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(math, name, function)
-        for place, function in imported:
-            place.set(function)
+        return function in _FOLLOWED
+    except TypeError:
+        return False
 
 
-# Functions that pass a number to one op unchanged. The first set does so in backward, too.
-_OPERATORS = ("add", "sub", "mul", "div", "truediv")
-_PASS_WITH_GRAD = frozenset(
-    (
-        *_OPERATORS,
-        *(f"{side}{name}" for side in "ri" for name in _OPERATORS),
-        *("true_divide", "eq", "ne", "lt", "le", "gt", "ge", "clamp", "clamp_min", "clamp_max"),
-    )
-)
-_PASS = _PASS_WITH_GRAD | frozenset(
-    (
-        *("addcmul", "addcdiv", "lerp", "pow", "rpow", "fill", "maximum", "minimum"),
-        *("fused_sgd", "fused_adam", "fused_adamw", "fused_adagrad"),
-    )
-)
+def following(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes the same and remembers how, if all its arguments are numbers."""
+    name = _FOLLOWED[function]
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_plain = not kwargs and all(isinstance(arg, (int, float)) for arg in args)
+        traced = next((arg for arg in args if is_traced(arg)), None)
+        if traced is None or not is_plain:
+            return function(*map(pinned, args), **{key: pinned(value) for key, value in kwargs.items()})
+        value = function(*map(plain, args))
+        if type(value) not in (int, float):  # the answer to a question, such as `isnan`
+            return function(*map(pinned, args))
+        return traced.trace.number(value, ("call", name, *map(expression_of, args)))
 
-class Pins(TorchFunctionMode):
-    """Gives true numbers to every torch function that may do arithmetic with them before an op sees them.
-
-    For example, `F.dropout` computes 1 - p, the backward of `pow` subtracts 1 from the exponent, and an op
-    on the CPU runs at once. We cannot see the result of such arithmetic, so a replay needs the same number.
-    `host_state`: ids of the CPU tensors whose updates are followed.
-    """
-
-    def __init__(self, host_state: Collection[int]) -> None:
-        super().__init__()
-        self._host_state = host_state
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, with pinned numbers unless it is known to pass numbers on unchanged."""
-        del types
-        kwargs = kwargs or {}
-        if any(map(_has_traced, (*args, *kwargs.values()))) and not self._passes_on(func, args, kwargs):
-            args, kwargs = pytree.tree_map_only(Traced, Traced.pin, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _passes_on(self, func: Any, args: Any, kwargs: Any) -> bool:
-        name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
-        if name not in _PASS:
-            return False
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(id(tensor) in self._host_state for tensor in tensors):
-            return True
-        if not any(map(is_lazy, tensors)):
-            return False
-        has_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        # Backward formulas negate keyword numbers such as `alpha`.
-        is_plain = name in _PASS_WITH_GRAD and not any(map(_has_traced, kwargs.values()))
-        return is_plain or not has_grad
-
-
-def _has_traced(arg: Any) -> bool:
-    if type(arg) in (list, tuple):
-        return any(map(_has_traced, arg))
-    return type(arg) is Traced
+    return call
 
 
 class Writer:
@@ -379,20 +329,28 @@ class Writer:
     def __init__(self, read: Callable[[Expression], str], names: dict[str, Any]) -> None:
         self._read = read
         self._known: dict[Expression, str] = {}
-        self._lines = ["def evaluate(arguments):"]
-        self._scope = {**names, **{f"_{name}": getattr(math, name) for name in _MATH}, "_abs": abs}
+        self._lines = ["def evaluate(arguments, places):"]
+        self._scope: dict[str, Any] = {**names, "_same": is_same}
 
     def emit(self, expression: Expression) -> str:
         """The code for an expression: a literal, or the name of a variable that holds its value."""
         if not isinstance(expression, tuple):
-            return f"float({str(expression)!r})" if _is_odd(expression) else repr(expression)
+            value = expression.value if type(expression) is _Exact else expression
+            is_odd = isinstance(value, float) and not math.isfinite(value)
+            return f"float({str(value)!r})" if is_odd else repr(value)
         if expression not in self._known:
             head, *operands = expression
             if head in SOURCES:
                 code = self._read(expression)
             elif head == "neg":
                 code = f"-({self.emit(operands[0])})"
-            elif head == "abs" or head in _MATH:
+            elif head == "abs":
+                code = f"abs({self.emit(operands[0])})"
+            elif head == "call":
+                name = f"_f_{operands[0].replace('.', '_')}"
+                self._scope[name] = _BY_NAME[operands[0]]
+                code = f"{name}({', '.join(map(self.emit, operands[1:]))})"
+            elif head in ("float32", "float64", "float16", "bfloat16"):
                 code = f"_{head}({self.emit(operands[0])})"
             else:
                 code = f"({self.emit(operands[0])}) {head} ({self.emit(operands[1])})"
@@ -406,20 +364,21 @@ class Writer:
 
     def guard(self, symbol: str, left: Expression, right: Expression, expected: bool) -> None:
         """Make the function return None unless a comparison has the expected result."""
-        self.line(f"if (({self.emit(left)}) {symbol} ({self.emit(right)})) is not {expected}: return None")
+        if symbol == "same":
+            self.line(f"if not _same({self.emit(left)}, {self.emit(right)}): return None")
+        else:
+            self.line(
+                f"if (({self.emit(left)}) {symbol} ({self.emit(right)})) is not {expected}: return None"
+            )
 
     def finish(
         self, results: Sequence[Expression], epilogue: Sequence[str]
-    ) -> Callable[[Any], list[Any] | None]:
+    ) -> Callable[[Any, Any], list[Any] | None]:
         """The finished function: it runs the lines of the epilogue and returns all results."""
         values = [self.emit(result) for result in results]
         for code in epilogue:
             self.line(code)
         self.line(f"return [{', '.join(values)}]")
         exec(compile("\n".join(self._lines), "<lazystep scalars>", "exec"), self._scope)
-        evaluate: Callable[[Any], list[Any] | None] = self._scope["evaluate"]
+        evaluate: Callable[[Any, Any], list[Any] | None] = self._scope["evaluate"]
         return evaluate
-
-
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -21,7 +21,7 @@ from .._version import __version__
 from ..barrier import mark_step
 from ..compile.cache import CacheError, LibraryCache, cache_directory
 from ..compile.key import NoCompilerError, environment, find_compiler
-from ..extensions import RECORDER, RUNNER, ExtensionError
+from ..extensions import PLACES, RECORDER, RUNNER, WITNESS, ExtensionError
 from ..openmp import can_release
 from ..reads import wait_for_compile
 from ..runs.facts import changed_settings
@@ -144,13 +144,18 @@ def _threads() -> Iterator[Finding]:
 
 
 def _extensions() -> Iterator[Finding]:
-    for extension in (RECORDER, RUNNER):
+    for extension in (RECORDER, RUNNER, PLACES, WITNESS):
         try:
             built = extension.load()
         except ExtensionError as error:
             yield Finding("problem", f"extension: {error}")
         else:
-            yield Finding("good", f"extension: {extension.name}, built for torch {built.torch_version}")
+            release = f"torch {built.torch_version}" if extension.needs_torch else "any torch"
+            yield Finding("good", f"extension: {extension.name}, built for {release}")
+            if extension.module == WITNESS.module and not built.supported:
+                yield Finding(
+                    "note", "extension: captures need CPython 3.11; here every call of a step is recorded"
+                )
 
 
 def _extras() -> Iterator[Finding]:

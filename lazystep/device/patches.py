@@ -166,6 +166,25 @@ def allow_fused_optimizers() -> None:
         return [*original(), "lazy"]
 
 
+def keep_step_counts_on_the_host() -> None:
+    """A state dict that was loaded with `map_location="lazy"` has step counts on the lazy device.
+
+    Optimizers read the counts in each step, which would wait for a value. So they go back to the CPU.
+    """
+
+    def wrap(original: Any, param: Any, value: Any, param_id: int, param_groups: Any, key: Any = None) -> Any:
+        made = original(param, value, param_id, param_groups, key)
+        if key != "step" or not is_lazy(made):
+            return made
+        group: Any = next((group for group in param_groups if param_id in group["params"]), {})
+        is_on_device = group.get("capturable") or group.get("fused")
+        return made if is_on_device else made.cpu()
+
+    name = "_process_value_according_to_param_policy"
+    _wrapping(torch.optim.Optimizer, name)(wrap)
+    setattr(torch.optim.Optimizer, name, staticmethod(getattr(torch.optim.Optimizer, name)))
+
+
 def refuse_distributed_data_parallel() -> None:
     """DDP reduces gradients in hooks that read memory; on lazy tensors it would fail obscurely."""
 

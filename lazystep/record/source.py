@@ -40,6 +40,12 @@ def count_as_user_code(file: str) -> None:
     _is_internal.clear()
 
 
+def is_ours(code: CodeType) -> bool:
+    """Whether code is of this package, and is not one of the folders in it whose code is the user's."""
+    path = code.co_filename
+    return path.startswith(_PACKAGES[1]) and not path.startswith(tuple(_users))
+
+
 def user_source(depth: int = 1) -> Source | None:
     """The user's line that led here; None in a thread that has no user frame. About 1 µs."""
     frame: FrameType | None = sys._getframe(depth)

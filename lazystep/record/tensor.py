@@ -27,8 +27,9 @@ __all__ = [
 ]
 
 DEVICE = torch.device("lazy", 0)
-# A byte of `gradient_flags`: gradient wanted (1), there (2), hooks before (4) or after its accumulation (8).
-HAS_HOOKS = 4
+# A byte of `gradient_flags`: gradient wanted (1), there (2), hooks before (4) or after its accumulation (8),
+# no leaf (16).
+HAS_HOOKS = 4 | 8
 
 _ids = itertools.count(1)
 

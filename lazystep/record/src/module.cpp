@@ -55,7 +55,7 @@ bool have_handles(const py::list& objects, const py::list& handles) {
   return true;
 }
 
-// A byte per tensor: gradient wanted (1), there (2), hooks before (4) or after its accumulation (8).
+// A byte per tensor: gradient wanted (1), there (2), hooks before (4) or after its accumulation (8), no leaf (16).
 py::bytes gradient_flags(const py::list& tensors) {
   std::string flags(tensors.size(), 0);
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -63,9 +63,9 @@ py::bytes gradient_flags(const py::list& tensors) {
     // A tensor that autograd has never met has none of these.
     if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) continue;
     flags[i] = static_cast<char>(
-        tensor.requires_grad() | (tensor.grad().defined() << 1) |
+        tensor.requires_grad() | (torch::autograd::impl::get_autograd_meta(tensor)->grad_.defined() << 1) |
         (!torch::autograd::impl::hooks(tensor).empty() << 2) |
-        ((torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) << 3));
+        ((torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) << 3) | (!tensor.is_leaf() << 4));
   }
   return py::bytes(flags);
 }

@@ -1,0 +1,234 @@
+"""Functions in C: what each may look at. The witness sees into Python code, but not into C.
+
+A function that is not in these tables may look at everything that it is given: containers as a whole, and all
+attributes of objects. That is compared before a replay. A function whose answer depends on anything else (the
+clock, files, other processes) is *impure*: a call that uses it is not captured.
+"""
+
+from __future__ import annotations
+
+import _abc  # type: ignore[import-not-found]
+import _thread
+import collections
+import contextvars
+import datetime
+import enum
+import functools
+import gc
+import io
+import operator
+import os
+import pickle
+import queue
+import select
+import socket
+import sys
+import time
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from .traced import can_follow
+
+
+class CallClass(enum.IntEnum):
+    """How the witness treats the arguments of a function in C. Mirrored in src/witness.c."""
+
+    SCAN = 0  # may look at everything that it is given
+    IGNORE = 1  # looks at no contents of its arguments
+    MOVE = 2  # takes containers as a whole, and passes on what is in them: traced numbers stay traced
+    GETATTR = 3
+    SETATTR = 4
+    TOLD = 5  # the witness wants to know of each call
+    FOLLOW = 6  # there is a version that follows numbers
+    GETITEM = 7
+    TYPE_OF = 8
+    PASS = 9  # as MOVE, but it looks at no more than the elements of a container
+    SIZE = 10  # as PASS, but at no more than its length or keys
+
+
+_IGNORE = {isinstance, issubclass, callable, id, super, globals, locals, hash, print, weakref.ref}
+_IGNORE |= {_abc._abc_instancecheck, _abc._abc_subclasscheck}
+_IGNORE |= {functools.partial, property, staticmethod, classmethod, types.MethodType, _thread.get_ident}
+# They compare and add elements, which traced numbers follow.
+_MOVE = {min, max, sum}
+_PASS = {list, tuple, dict, iter, zip, enumerate, reversed}
+_COMPARING = ("index", "count", "remove", "sort", "__eq__", "__contains__")
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_GETATTR = {getattr, hasattr, object.__getattribute__, type.__getattribute__}
+_SETATTR = {setattr, delattr, object.__setattr__, object.__delattr__}
+_GETITEM = {dict.get, dict.setdefault, dict.__getitem__}
+
+
+def _impure() -> set[Any]:
+    found: set[Any] = {open, io.open, input, gc.get_objects, gc.get_referrers, gc.get_count, sys._getframe}
+    found |= {sys.getrefcount, _thread.start_new_thread, datetime.datetime.now, datetime.datetime.utcnow}
+    found |= {
+        datetime.datetime.today,
+        datetime.date.today,
+        queue.SimpleQueue.get,
+        queue.SimpleQueue.get_nowait,
+    }
+    found |= {pickle.dumps, pickle.loads, pickle.load, torch.seed, torch.initial_seed}
+    for module in (time, select, socket):
+        found |= {f for name, f in vars(module).items() if isinstance(f, types.BuiltinFunctionType)}
+    found -= {time.sleep, time.strptime, time.mktime}
+    names = "getcwd listdir scandir stat lstat urandom times getloadavg read open access readlink getrandom"
+    found |= {getattr(os, name) for name in names.split() if hasattr(os, name)}
+    for kind in (io.TextIOWrapper, io.BufferedReader, io.FileIO, io.StringIO, io.BytesIO):
+        found |= {vars(kind)[name] for name in ("read", "readline", "readlines") if name in vars(kind)}
+    return found
+
+
+_IMPURE = _impure()
+# Types in C whose objects hold nothing that could change, or nothing that a step's numbers depend on.
+_HARMLESS: tuple[type, ...] = (
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    types.CodeType,
+    types.CellType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.FrameType,
+    types.TracebackType,
+    types.GenericAlias,
+    types.UnionType,
+    property,
+    staticmethod,
+    classmethod,
+    super,
+    slice,
+    BaseException,
+    weakref.ref,
+    contextvars.ContextVar,
+    contextvars.Token,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    datetime.tzinfo,
+    io.IOBase,
+    np.ufunc,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+    type(_thread.allocate_lock()),
+    type(_thread.RLock()),
+)
+_HARMLESS_PACKAGES = ("torch", "re", "decimal", "_decimal", "functools", "operator", "typing", "numpy")
+
+
+def is_harmless(value: Any) -> bool:
+    """Whether C code that looks at an object sees nothing of it that could change."""
+    return isinstance(value, _HARMLESS) or type(value).__module__.partition(".")[0] in _HARMLESS_PACKAGES
+
+
+def name_of(function: Any) -> str:
+    """A function's name in messages."""
+    module = getattr(function, "__module__", None) or ""
+    name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function)))
+    return name if module in ("", "builtins") else f"{module}.{name}"
+
+
+def is_impure(function: Any) -> bool:
+    """Whether what a function returns depends on more than its arguments and compared state."""
+    return _is_in(function, _IMPURE)
+
+
+def reads_generator(function: Any) -> bool:
+    """Whether a function reads or sets the state of a `torch.Generator`."""
+    is_method = getattr(function, "__objclass__", None) is torch.Generator
+    is_method |= isinstance(getattr(function, "__self__", None), torch.Generator)
+    return is_method and getattr(function, "__name__", "") in _GENERATOR_STATE
+
+
+def _is_torch_function(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    is_of_torch = isinstance(function, types.BuiltinFunctionType) and function.__module__ == "torch"
+    return is_of_torch and (hasattr(torch._C._VariableFunctions, name) or function is torch.from_numpy)
+
+
+def is_calling(function: Any) -> bool:
+    """Whether a function calls another one that it is given."""
+    return _is_in(function, _CALLING)
+
+
+def classify(function: Any) -> CallClass:
+    """How to treat the arguments of a call of this object, which may run no Python code."""
+    if can_follow(function):
+        return CallClass.FOLLOW
+    if is_impure(function) or function is next or reads_generator(function):
+        return CallClass.TOLD
+    if isinstance(function, _TOLD_TYPES) or _is_in(function, _TOLD):
+        return CallClass.TOLD
+    for functions, found in _CLASSES:
+        if _is_in(function, functions):
+            return found
+    if function is type:
+        return CallClass.TYPE_OF
+    if getattr(function, "__name__", "") in ("__instancecheck__", "__subclasscheck__", "__get__", "__hash__"):
+        return CallClass.IGNORE
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    kind = owner if isinstance(owner, type) else type(owner)
+    if (
+        kind in _OP_OWNERS
+        or getattr(function, "__module__", None) in _OP_MODULES
+        or _is_torch_function(function)
+    ):
+        return CallClass.MOVE  # `OpNumbers` looks after its numbers
+    if issubclass(kind, dict) and getattr(function, "__name__", "") in ("get", "setdefault", "__getitem__"):
+        return CallClass.GETITEM
+    if not issubclass(kind, _CONTAINERS):
+        return CallClass.SCAN
+    name = getattr(function, "__name__", "")
+    if name in ("keys", "__len__"):
+        return CallClass.SIZE
+    return CallClass.MOVE if name in _COMPARING else CallClass.PASS
+
+
+_TOLD_TYPES = (
+    functools.partial,
+    weakref.ref,
+    types.MethodWrapperType,
+    functools._lru_cache_wrapper,
+    operator.attrgetter,
+    operator.methodcaller,
+)
+# The functions that a torch function mode sees.
+_OP_OWNERS = (torch._C.TensorBase, torch.Tensor)
+_OP_MODULES = tuple(
+    f"torch._C.{name}" for name in ("_nn", "_fft", "_linalg", "_special", "_nested", "_sparse")
+)
+# They call a function that they are given.
+_GENERATOR_STATE = (
+    "get_state",
+    "set_state",
+    "initial_seed",
+    "seed",
+    "get_offset",
+    "set_offset",
+    "clone_state",
+)
+_CALLING = {map, filter, sorted, functools.reduce}
+_TOLD = _CALLING | {vars, contextvars.ContextVar.get, contextvars.ContextVar.set}
+_CLASSES = (
+    (_IGNORE, CallClass.IGNORE),
+    (_MOVE, CallClass.MOVE),
+    (_PASS, CallClass.PASS),
+    ({len}, CallClass.SIZE),
+    (_GETATTR, CallClass.GETATTR),
+    (_SETATTR, CallClass.SETATTR),
+    (_GETITEM, CallClass.GETITEM),
+)
+
+
+def _is_in(function: Any, functions: set[Any]) -> bool:
+    try:
+        return function in functions
+    except TypeError:  # it can't be hashed
+        return False

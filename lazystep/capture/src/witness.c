@@ -1,0 +1,1292 @@
+/* The witness: which places does a call of Python code really read and write?
+
+While `run` calls a function, the interpreter asks `on_event` before each instruction of each Python frame of
+this thread. The operands lie on the frame's value stack, so an instruction such as LOAD_ATTR shows the object
+and the name, BINARY_SUBSCR the container and the key, CALL the function and its arguments. Nothing of the
+user's is replaced, patched or wrapped for that.
+
+[Note: outside] An object is *outside* if the call did not make it: it was read from a global, a cell, an
+attribute or a container that was outside itself. Only reads from outside objects can differ between calls, so
+only those are told to the sink (a Python object, see capture/witness.py), each distinct one once. Objects that
+the call itself makes are never outside.
+
+[Note: numbers] A number that is read from outside is replaced, on the value stack, by a number that remembers
+where it came from (`Traced`). Python code computes with it by its operators. C code is not able to follow: it
+gets the plain number, and the sink is told that this value must stay the same (`pin`).
+
+Needs the layout of CPython's frames, which is internal. [Note: versions] Written for CPython 3.11; each later
+release needs its own opcodes and its own way to find the top of the stack. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+#define Py_BUILD_CORE 1
+#include <internal/pycore_frame.h>
+#define NEED_OPCODE_TABLES
+#include <internal/pycore_opcode.h>
+#include <opcode.h>
+
+/* ---- a hash table of pointers ------------------------------------------------------------------------- */
+
+typedef struct {
+    void *owner;  /* NULL: an empty row */
+    void *key;
+    int kind;
+    unsigned flags;
+} Row;
+
+typedef struct {
+    Row *rows;
+    size_t size; /* a power of two, or 0 */
+    size_t used;
+} Table;
+
+static size_t hash_of(const void *owner, const void *key, int kind)
+{
+    size_t h = (size_t)owner >> 4;
+    h ^= ((size_t)key >> 4) * 0x9E3779B97F4A7C15ull;
+    h ^= (size_t)kind << 7;
+    h *= 0xBF58476D1CE4E5B9ull;
+    return h ^ (h >> 29);
+}
+
+static Row *table_find(Table *table, const void *owner, const void *key, int kind)
+{
+    if (table->size == 0) {
+        return NULL;
+    }
+    size_t mask = table->size - 1;
+    for (size_t i = hash_of(owner, key, kind) & mask; table->rows[i].owner != NULL; i = (i + 1) & mask) {
+        Row *row = &table->rows[i];
+        if (row->owner == owner && row->key == key && row->kind == kind) {
+            return row;
+        }
+    }
+    return NULL;
+}
+
+static Row *table_add(Table *table, void *owner, void *key, int kind, unsigned flags)
+{
+    if (table->used * 2 >= table->size) {
+        size_t size = table->size ? table->size * 2 : 1024;
+        Row *rows = PyMem_RawCalloc(size, sizeof(Row));
+        if (rows == NULL) {
+            PyErr_NoMemory();
+            return NULL;
+        }
+        for (size_t i = 0; i < table->size; i++) {
+            Row row = table->rows[i];
+            if (row.owner != NULL) {
+                size_t j = hash_of(row.owner, row.key, row.kind) & (size - 1);
+                while (rows[j].owner != NULL) {
+                    j = (j + 1) & (size - 1);
+                }
+                rows[j] = row;
+            }
+        }
+        PyMem_RawFree(table->rows);
+        table->rows = rows;
+        table->size = size;
+    }
+    size_t mask = table->size - 1;
+    size_t i = hash_of(owner, key, kind) & mask;
+    while (table->rows[i].owner != NULL) {
+        i = (i + 1) & mask;
+    }
+    table->rows[i] = (Row){owner, key, kind, flags};
+    table->used++;
+    return &table->rows[i];
+}
+
+static void table_clear(Table *table)
+{
+    PyMem_RawFree(table->rows);
+    *table = (Table){NULL, 0, 0};
+}
+
+/* ---- the state of a witnessed call -------------------------------------------------------------------- */
+
+/* Kinds of places, told to the sink. */
+enum { ATTRIBUTE, ITEM, GLOBAL, CELL, RESULT = -1, METHOD = -2, NOTHING = -3, MADE = -4, UNPACKED = -5 };
+/* What the sink answers to `read`: numbers there are followed; objects there are outside. */
+enum { FOLLOW = 1, OUTSIDE = 2 };
+/* Flags of an outside object: all of it was told; its function was entered; it was passed on. */
+enum { WHOLE = 1, ENTERED = 2, MOVED = 4, PASSED = 8, SIZED = 16 };
+/* What the sink answers to `code_kind`. */
+/* COVER: hidden, and so is what it calls, up to the user's code. OPS: hidden; below it no mode looks after the
+   numbers that go into ops. */
+enum { HIDDEN, USERS, FOREIGN, COVER, OPS };
+/* What the sink answers to `classify`, for a callable that runs no Python frame. */
+enum {
+    SCAN,      /* may look at everything that it is given */
+    IGNORE,    /* looks at no contents of its arguments */
+    MOVE,      /* takes containers as a whole, and passes on what is in them: traced numbers stay traced */
+    GETATTR,   /* getattr, hasattr */
+    SETATTR,   /* setattr, delattr */
+    TOLD,      /* the sink wants to know of each call */
+    SWAP_IT,   /* the sink has a function that follows numbers */
+    GETITEM,   /* dict.get, dict.setdefault, dict.__getitem__: one item */
+    TYPE_OF,   /* type(x) */
+    PASS,      /* as MOVE, but it looks at no more than the elements of a container */
+    SIZE       /* as PASS, but at no more than its length or keys */
+};
+
+typedef struct {
+    _PyInterpreterFrame *frame;
+    int code_kind;
+    int pending; /* the kind of place whose value the last instruction has pushed */
+    PyObject *owner;
+    PyObject *key;
+    unsigned flags;
+    int keeps; /* a function in C is called that keeps what the functions return that it calls */
+} Level;
+
+static struct {
+    PyObject *sink;       /* NULL: no call is witnessed */
+    PyObject *held;       /* keeps outside objects and keys alive: an address stands for one object */
+    PyThreadState *thread;
+    Table outside;        /* objects */
+    Table reads;          /* places, with the sink's answer */
+    Table writes;
+    Table made;           /* functions that the call itself has made */
+    Table codes;          /* code objects, with their kinds */
+    Table callables;      /* callables, with their classes */
+    Level *levels;
+    size_t num_levels;
+    size_t max_levels;
+    size_t num_ops;       /* levels of the kind OPS */
+    PyTypeObject *traced_float;
+    PyTypeObject *traced_int;
+    PyTypeObject *tensor;
+    PyObject *failure;    /* an exception of the sink: a bug of ours, never the user's */
+} state;
+
+static int is_traced(PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    return type == state.traced_float || type == state.traced_int;
+}
+
+/* Whether a value can hold state of its own. Numbers, strings and C functions do not. */
+static int has_state(PyObject *value)
+{
+    PyTypeObject *type = Py_TYPE(value);
+    if (type == &PyLong_Type || type == &PyFloat_Type || type == &PyUnicode_Type || type == &PyBool_Type ||
+        type == &PyBytes_Type || type == &PyComplex_Type || type == &PyCode_Type || value == Py_None ||
+        value == Py_Ellipsis || value == Py_NotImplemented || is_traced(value)) {
+        return 0;
+    }
+    /* A function of a module. A bound C method holds its object. */
+    if (type == &PyCFunction_Type) {
+        PyObject *self = PyCFunction_GET_SELF(value);
+        return self != NULL && !PyModule_Check(self);
+    }
+    return type != &PyMethodDescr_Type && type != &PyWrapperDescr_Type && type != &PyClassMethodDescr_Type;
+}
+
+static Row *find_outside(PyObject *value) { return table_find(&state.outside, value, NULL, 0); }
+
+static int add_outside(PyObject *value)
+{
+    if (find_outside(value) != NULL) {
+        return 0;
+    }
+    if (PyList_Append(state.held, value) < 0 || table_add(&state.outside, value, NULL, 0, 0) == NULL) {
+        return -1;
+    }
+    return 1;
+}
+
+/* Call a method of the sink; NULL after an error. */
+static PyObject *tell(const char *method, PyObject *args)
+{
+    if (args == NULL) {
+        return NULL;
+    }
+    PyObject *function = PyObject_GetAttrString(state.sink, method);
+    PyObject *answer = function == NULL ? NULL : PyObject_Call(function, args, NULL);
+    Py_XDECREF(function);
+    Py_DECREF(args);
+    return answer;
+}
+
+static int tell_void(const char *method, PyObject *args)
+{
+    PyObject *answer = tell(method, args);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int tell_int(const char *method, PyObject *args)
+{
+    PyObject *answer = tell(method, args);
+    if (answer == NULL) {
+        return -1;
+    }
+    long number = PyLong_AsLong(answer);
+    Py_DECREF(answer);
+    return (int)number;
+}
+
+/* ---- reads, writes, contents -------------------------------------------------------------------------- */
+
+static void forget_pending(Level *level)
+{
+    level->pending = NOTHING;
+    Py_CLEAR(level->owner);
+    Py_CLEAR(level->key);
+}
+
+static void expect_value(Level *level, int kind, PyObject *owner, PyObject *key, unsigned flags)
+{
+    level->pending = kind;
+    level->owner = Py_XNewRef(owner);
+    level->key = Py_XNewRef(key);
+    level->flags = flags;
+}
+
+/* Tell of a read, once for each place. Returns the sink's answer, or -1. */
+static int note_read(int kind, PyObject *owner, PyObject *key)
+{
+    Row *row = table_find(&state.reads, owner, key, kind);
+    if (row != NULL) {
+        return (int)row->flags;
+    }
+    int flags = tell_int("read", Py_BuildValue("(iOO)", kind, owner, key ? key : Py_None));
+    if (flags < 0) {
+        return -1;
+    }
+    if (PyList_Append(state.held, owner) < 0 || (key != NULL && PyList_Append(state.held, key) < 0)) {
+        return -1;
+    }
+    return table_add(&state.reads, owner, key, kind, (unsigned)flags) == NULL ? -1 : flags;
+}
+
+static int read_place(Level *level, int kind, PyObject *owner, PyObject *key)
+{
+    int flags = note_read(kind, owner, key);
+    if (flags > 0) {
+        expect_value(level, kind, owner, key, (unsigned)flags);
+    }
+    return flags < 0 ? -1 : 0;
+}
+
+static int note_write(int kind, PyObject *owner, PyObject *key, PyObject *value)
+{
+    if (value != NULL && is_traced(value) &&
+        tell_void("stored", Py_BuildValue("(iOO)", kind, owner, key ? key : Py_None)) < 0) {
+        return -1;
+    }
+    if (find_outside(owner) == NULL || table_find(&state.writes, owner, key, kind) != NULL) {
+        return 0;
+    }
+    if (tell_void("write", Py_BuildValue("(iOO)", kind, owner, key ? key : Py_None)) < 0 ||
+        PyList_Append(state.held, owner) < 0 || (key != NULL && PyList_Append(state.held, key) < 0)) {
+        return -1;
+    }
+    return table_add(&state.writes, owner, key, kind, 0) == NULL ? -1 : 0;
+}
+
+/* All of an outside object was looked at. */
+static int note_whole(PyObject *value)
+{
+    Row *row = find_outside(value);
+    if (row == NULL || (row->flags & WHOLE)) {
+        return 0;
+    }
+    row->flags |= WHOLE;
+    return tell_void("whole", Py_BuildValue("(O)", value));
+}
+
+/* An outside object is passed on: if it is a container or an array, all of it. The sink decides that. */
+static int note_moved(PyObject *value)
+{
+    Row *row = find_outside(value);
+    if (row == NULL || (row->flags & (WHOLE | MOVED)) || PyObject_TypeCheck(value, state.tensor)) {
+        return 0;
+    }
+    row->flags |= MOVED;
+    return tell_void("moved", Py_BuildValue("(O)", value));
+}
+
+/* The elements of an outside container are passed on, as objects: what is in them is seen when it is used. */
+static int note_passed(PyObject *value)
+{
+    Row *row = find_outside(value);
+    if (row == NULL || (row->flags & (WHOLE | MOVED | PASSED)) || PyObject_TypeCheck(value, state.tensor)) {
+        return 0;
+    }
+    row->flags |= PASSED;
+    return tell_void("passed", Py_BuildValue("(O)", value));
+}
+
+/* The length or the keys of an outside container matter. */
+static int note_sized(PyObject *value)
+{
+    Row *row = find_outside(value);
+    if (row == NULL || row->flags & (WHOLE | MOVED | PASSED | SIZED) || PyObject_TypeCheck(value, state.tensor)) {
+        return 0;
+    }
+    row->flags |= SIZED;
+    return tell_void("sized", Py_BuildValue("(O)", value));
+}
+
+/* Put another object onto the value stack. Steals `value`. */
+static void put(PyObject **slot, PyObject *value)
+{
+    PyObject *old = *slot;
+    *slot = value;
+    Py_XDECREF(old);
+}
+
+/* Replace a traced number by its plain value, which must stay the same from now on. */
+static int pin(PyObject **slot)
+{
+    if (*slot == NULL || !is_traced(*slot)) {
+        return 0;
+    }
+    PyObject *plain = tell("pin", Py_BuildValue("(O)", *slot));
+    if (plain == NULL) {
+        return -1;
+    }
+    put(slot, plain);
+    return 0;
+}
+
+static int is_plain_container(PyObject *value)
+{
+    return PyList_Check(value) || PyTuple_Check(value) || PyDict_Check(value);
+}
+
+/* Traced numbers in a container that C code is given, also in containers inside. */
+static int pin_inside(PyObject *value, int depth)
+{
+    if (is_traced(value)) {
+        return tell_void("pin", Py_BuildValue("(O)", value));
+    }
+    if (depth == 0) {
+        return 0;
+    }
+    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
+            if (pin_inside(PySequence_Fast_GET_ITEM(value, i), depth - 1) < 0) {
+                return -1;
+            }
+        }
+    }
+    else if (PyDict_CheckExact(value)) {
+        Py_ssize_t position = 0;
+        PyObject *key, *item;
+        while (PyDict_Next(value, &position, &key, &item)) {
+            if (pin_inside(item, depth - 1) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* An operand of an instruction: the contents of a container. Other objects have methods for it, in Python. */
+static int look_at(PyObject **slot)
+{
+    PyObject *value = *slot;
+    if (value == NULL) {
+        return 0;
+    }
+    if (is_traced(value)) {
+        return pin(slot);
+    }
+    return has_state(value) ? note_moved(value) : 0;
+}
+
+/* The same where only the length or the keys matter. */
+static int look_over(PyObject **slot)
+{
+    if (*slot == NULL) {
+        return 0;
+    }
+    return is_traced(*slot) ? pin(slot) : has_state(*slot) ? note_sized(*slot) : 0;
+}
+
+/* The same where only the elements matter, and not what is in them. */
+static int look_into(PyObject **slot)
+{
+    if (*slot == NULL) {
+        return 0;
+    }
+    return is_traced(*slot) ? pin(slot) : has_state(*slot) ? note_passed(*slot) : 0;
+}
+
+/* ---- calls -------------------------------------------------------------------------------------------- */
+
+/* What identifies a callable: bound C methods are made anew for each call. */
+static void *identity_of(PyObject *callable)
+{
+    return PyCFunction_Check(callable) ? (void *)((PyCFunctionObject *)callable)->m_ml : (void *)callable;
+}
+
+static int classify(PyObject *callable)
+{
+    void *identity = identity_of(callable);
+    Row *row = table_find(&state.callables, identity, NULL, 0);
+    if (row != NULL) {
+        return (int)row->flags;
+    }
+    int answer = tell_int("classify", Py_BuildValue("(O)", callable));
+    if (answer < 0 || PyList_Append(state.held, callable) < 0) {
+        return -1;
+    }
+    return table_add(&state.callables, identity, NULL, 0, (unsigned)answer) == NULL ? -1 : answer;
+}
+
+static PyObject *tuple_of(PyObject **args, Py_ssize_t num_args)
+{
+    PyObject *tuple = PyTuple_New(num_args);
+    for (Py_ssize_t i = 0; tuple != NULL && i < num_args; i++) {
+        PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
+    }
+    return tuple;
+}
+
+static int is_of_the_call(PyObject *value)
+{
+    return value != NULL && has_state(value) && find_outside(value) == NULL && !PyType_Check(value) &&
+           !PyFunction_Check(value) && !PyModule_Check(value);
+}
+
+/* What C code returns may be an outside object, unless it was given an object of the call's own to take it from. */
+static void expect_result(Level *level, PyObject *self, PyObject **args, Py_ssize_t num_args)
+{
+    int is_own = is_of_the_call(self);
+    for (Py_ssize_t i = 0; i < num_args; i++) {
+        is_own |= is_of_the_call(args[i]);
+    }
+    if (!is_own) {
+        expect_value(level, RESULT, NULL, NULL, OUTSIDE);
+    }
+}
+
+/* A call of something that may run no Python frame. `callable` and `args` are slots of the value stack. */
+static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssize_t num_args)
+{
+    int kind = classify(*callable);
+    if (kind < 0) {
+        return -1;
+    }
+    PyObject *self = PyCFunction_Check(*callable) ? PyCFunction_GET_SELF(*callable) : NULL;
+    if (self != NULL && (PyModule_Check(self) || PyType_Check(self))) {
+        self = NULL;
+    }
+    switch (kind) {
+    case GETATTR:
+        if (num_args >= 2 && PyUnicode_Check(args[1])) {
+            if (find_outside(args[0]) != NULL) {
+                /* Interned, so that the name is the same object wherever it is used. */
+                PyObject *name = Py_NewRef(args[1]);
+                PyUnicode_InternInPlace(&name);
+                int done = read_place(level, ATTRIBUTE, args[0], name);
+                Py_DECREF(name);
+                return done;
+            }
+            return 0;
+        }
+        break;
+    case SETATTR:
+        if (num_args >= 2 && PyUnicode_Check(args[1])) {
+            PyObject *name = Py_NewRef(args[1]);
+            PyUnicode_InternInPlace(&name);
+            int done = note_write(ATTRIBUTE, args[0], name, num_args > 2 ? args[2] : NULL);
+            Py_DECREF(name);
+            return done;
+        }
+        break;
+    case GETITEM: {
+        PyObject *owner = self != NULL ? self : num_args ? args[0] : NULL;
+        PyObject **key = self != NULL ? args : args + 1;
+        if (owner != NULL && num_args >= (self != NULL ? 1 : 2) && PyDict_Check(owner)) {
+            if (pin(key) < 0) {
+                return -1;
+            }
+            return find_outside(owner) != NULL ? read_place(level, ITEM, owner, *key) : 0;
+        }
+        break;
+    }
+    case SWAP_IT: {
+        int any = 0;
+        for (Py_ssize_t i = 0; i < num_args; i++) {
+            any |= is_traced(args[i]);
+        }
+        if (any) {
+            PyObject *other = tell("follow", Py_BuildValue("(O)", *callable));
+            if (other == NULL) {
+                return -1;
+            }
+            put(callable, other);
+        }
+        return 0;
+    }
+    case TYPE_OF:
+        if (num_args && is_traced(args[0])) {
+            PyObject *plain = tell("plain", Py_BuildValue("(O)", args[0]));
+            if (plain == NULL) {
+                return -1;
+            }
+            put(&args[0], plain);
+        }
+        expect_result(level, NULL, args, num_args);
+        return 0;
+    case TOLD: {
+        PyObject *tuple = tuple_of(args, num_args);
+        int keeps = tuple == NULL ? -1 : tell_int("called", Py_BuildValue("(ON)", *callable, tuple));
+        if (keeps < 0) {
+            return -1;
+        }
+        level->keeps = keeps;
+    }
+    /* fall through */
+    case IGNORE:
+        expect_result(level, self, args, num_args);
+        return 0;
+    default:
+        break;
+    }
+    level->keeps = kind == SCAN || kind == SIZE; /* what methods return to C code, such as `__len__`, is a plain number */
+    if (self != NULL && (kind == MOVE ? note_moved(self) : kind == PASS   ? note_passed(self)
+                         : kind == SIZE ? note_sized(self)
+                                        : note_whole(self)) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < num_args; i++) {
+        PyObject *value = args[i];
+        if (kind == MOVE || kind == PASS || kind == SIZE) {
+            if ((kind == MOVE ? note_moved(value) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
+                return -1;
+            }
+            if (kind == MOVE && state.num_ops && (pin(&args[i]) < 0 || pin_inside(args[i], 3) < 0)) {
+                return -1;
+            }
+            continue;
+        }
+        if (pin(&args[i]) < 0 || (has_state(args[i]) && note_whole(args[i]) < 0)) {
+            return -1;
+        }
+        if (is_plain_container(value) && pin_inside(value, 3) < 0) {
+            return -1;
+        }
+    }
+    if (kind != MOVE && kind != PASS && kind != SIZE) {
+        expect_result(level, self, args, num_args);
+    }
+    return 0;
+}
+
+static int is_python(PyObject *attribute)
+{
+    if (attribute == NULL) {
+        return 0;
+    }
+    if (Py_TYPE(attribute) == &PyStaticMethod_Type) {
+        PyObject *function = PyObject_GetAttrString(attribute, "__func__");
+        int is_function = function != NULL && PyFunction_Check(function);
+        Py_XDECREF(function);
+        PyErr_Clear();
+        return is_function;
+    }
+    return PyFunction_Check(attribute);
+}
+
+/* Whether calling this runs Python code of its own, whose frames show what it does. */
+static int runs_python(PyObject *callable)
+{
+    PyTypeObject *type = Py_TYPE(callable);
+    if (type == &PyFunction_Type) {
+        return 1;
+    }
+    if (type == &PyMethod_Type) {
+        return runs_python(PyMethod_GET_FUNCTION(callable));
+    }
+    static PyObject *names[3];
+    static const char *const texts[3] = {"__call__", "__init__", "__new__"};
+    for (int i = 0; i < 3; i++) {
+        if (names[i] == NULL && (names[i] = PyUnicode_InternFromString(texts[i])) == NULL) {
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    /* An object whose class defines `__call__`; a class that defines how its objects are made. */
+    if (is_python(_PyType_Lookup(type, names[0]))) {
+        return 1;
+    }
+    return PyType_Check(callable) && (is_python(_PyType_Lookup((PyTypeObject *)callable, names[1])) ||
+                                      is_python(_PyType_Lookup((PyTypeObject *)callable, names[2])));
+}
+
+static int on_call(Level *level, PyObject **callable, PyObject **args, Py_ssize_t num_args)
+{
+    PyObject *function = *callable;
+    if (has_state(function) && find_outside(function) != NULL && !PyFunction_Check(function) &&
+        !PyCFunction_Check(function) && !PyMethod_Check(function)) {
+        /* An object that can be called: its class decides what happens. */
+        if (tell_void("call_of", Py_BuildValue("(O)", function)) < 0) {
+            return -1;
+        }
+    }
+    return runs_python(function) ? 0 : on_c_call(level, callable, args, num_args);
+}
+
+/* CALL_FUNCTION_EX: the arguments are in a tuple and a dict, which other code may hold. */
+static int on_call_ex(Level *level, PyObject **callable, PyObject **positional, PyObject **keywords)
+{
+    PyObject *function = *callable;
+    if (!PyTuple_Check(*positional) || runs_python(function)) {
+        if (find_outside(*positional) != NULL && note_whole(*positional) < 0) {
+            return -1;
+        }
+        if (keywords != NULL && find_outside(*keywords) != NULL && note_whole(*keywords) < 0) {
+            return -1;
+        }
+        return on_call(level, callable, NULL, 0);
+    }
+    Py_ssize_t num_positional = PyTuple_GET_SIZE(*positional);
+    Py_ssize_t num_keywords = keywords != NULL && PyDict_Check(*keywords) ? PyDict_GET_SIZE(*keywords) : 0;
+    PyObject **args = PyMem_Calloc(num_positional + num_keywords + 1, sizeof(PyObject *));
+    if (args == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < num_positional; i++) {
+        args[i] = Py_NewRef(PyTuple_GET_ITEM(*positional, i));
+    }
+    Py_ssize_t position = 0, number = num_positional;
+    PyObject *key, *item;
+    while (num_keywords && PyDict_Next(*keywords, &position, &key, &item)) {
+        args[number++] = Py_NewRef(item);
+    }
+    int done = on_call(level, callable, args, number);
+    /* Numbers that were pinned: the function is given the plain ones. */
+    int any = 0;
+    for (Py_ssize_t i = 0; i < num_positional; i++) {
+        any |= args[i] != PyTuple_GET_ITEM(*positional, i);
+    }
+    if (done == 0 && any) {
+        PyObject *tuple = tuple_of(args, num_positional);
+        if (tuple == NULL) {
+            done = -1;
+        }
+        else {
+            put(positional, tuple);
+        }
+    }
+    for (Py_ssize_t i = 0; i < number; i++) {
+        Py_DECREF(args[i]);
+    }
+    PyMem_Free(args);
+    return done;
+}
+
+/* ---- instructions ------------------------------------------------------------------------------------- */
+
+/* The value that the last instruction has pushed. */
+static int on_value(Level *level, PyObject **top)
+{
+    int kind = level->pending;
+    PyObject *value = top[-1];
+    if (kind == UNPACKED) { /* the first element is on top */
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(level->owner); i++) {
+            PyObject *number = PyLong_FromSsize_t(i);
+            if (number == NULL) {
+                return -1;
+            }
+            PyObject *before = level->key;
+            level->key = number;
+            level->pending = ITEM;
+            int done = on_value(level, top - i);
+            level->key = before;
+            Py_DECREF(number);
+            if (done < 0) {
+                return -1;
+            }
+        }
+        return 0;
+    }
+    if (kind == METHOD && top[-2] != NULL) {
+        value = top[-2];
+    }
+    if (value == NULL) {
+        return 0;
+    }
+    if (kind == MADE) {
+        return PyList_Append(state.held, value) < 0 || table_add(&state.made, value, NULL, 0, 0) == NULL ? -1 : 0;
+    }
+    if (kind == RESULT) {
+        /* Nobody else holds a new object. What others hold too may have been there before the call. */
+        if (has_state(value) && Py_REFCNT(value) > 1 && find_outside(value) == NULL && level->code_kind == USERS) {
+            int is_new = add_outside(value);
+            return is_new > 0 ? tell_void("met", Py_BuildValue("(OiOO)", value, RESULT, Py_None, Py_None)) : is_new;
+        }
+        return 0;
+    }
+    /* What the call itself has put there is its own. */
+    if (table_find(&state.writes, level->owner, level->key, kind == METHOD ? ATTRIBUTE : kind) != NULL) {
+        return 0;
+    }
+    if ((level->flags & FOLLOW) && (PyFloat_CheckExact(value) || PyLong_CheckExact(value)) && kind != METHOD) {
+        PyObject *owner = level->owner, *key = level->key ? level->key : Py_None;
+        PyObject *traced = tell("number", Py_BuildValue("(iOOO)", kind, owner, key, value));
+        if (traced == NULL) {
+            return -1;
+        }
+        if (traced == Py_None) {
+            Py_DECREF(traced);
+        }
+        else {
+            put(&top[-1], traced);
+        }
+        return 0;
+    }
+    if ((level->flags & OUTSIDE) && has_state(value) && find_outside(value) == NULL) {
+        /* A bound method, or what a descriptor has just made, is an object of the call's own. */
+        int is_new = Py_REFCNT(value) == 1 || PyMethod_Check(value);
+        if (is_new && !PyMethod_Check(value)) {
+            return 0;
+        }
+        /* The sink adds it, unless the call itself has put it there. */
+        PyObject *key = level->key ? level->key : Py_None;
+        return tell_void("met", Py_BuildValue("(OiOO)", value, kind == METHOD ? ATTRIBUTE : kind, level->owner, key));
+    }
+    return 0;
+}
+
+static int read_attribute(Level *level, PyObject **slot, PyObject *name, int kind)
+{
+    PyObject *owner = *slot;
+    if (is_traced(owner)) {
+        return pin(slot);
+    }
+    if (find_outside(owner) != NULL) {
+        int flags = note_read(ATTRIBUTE, owner, name);
+        if (flags > 0) {
+            expect_value(level, kind, owner, name, (unsigned)flags);
+        }
+        return flags < 0 ? -1 : 0;
+    }
+    /* An object of the call's own may still find the name in its class, which is outside. */
+    PyTypeObject *type = Py_TYPE(owner);
+    if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) && !PyType_Check(owner) &&
+        table_find(&state.reads, type, name, ATTRIBUTE) == NULL && _PyType_Lookup(type, name) != NULL) {
+        int known = add_outside((PyObject *)type);
+        if (known < 0 || (known > 0 && tell_void("met", Py_BuildValue("(OiOO)", type, RESULT, Py_None, Py_None)) < 0)) {
+            return -1;
+        }
+        return note_read(ATTRIBUTE, (PyObject *)type, name) < 0 ? -1 : 0;
+    }
+    return 0;
+}
+
+static int read_item(Level *level, PyObject **slot, PyObject **key)
+{
+    PyObject *owner = *slot;
+    if (PyObject_TypeCheck(owner, state.tensor)) {
+        return 0; /* an op */
+    }
+    if (pin(key) < 0) {
+        return -1;
+    }
+    if (find_outside(owner) == NULL) {
+        return 0;
+    }
+    /* The key is a number, a string or the like: its item alone was read. A slice reads many. */
+    if ((PyDict_Check(owner) || PyList_Check(owner) || PyTuple_Check(owner)) && !PySlice_Check(*key)) {
+        return read_place(level, ITEM, owner, *key);
+    }
+    return note_whole(owner);
+}
+
+static int on_binary(PyObject **left, PyObject **right)
+{
+    int is_left = is_traced(*left), is_right = is_traced(*right);
+    if (is_left || is_right) {
+        PyObject **other = is_left ? right : left;
+        if (is_left && is_right) {
+            return 0;
+        }
+        if (PyObject_TypeCheck(*other, state.tensor)) {
+            return state.num_ops ? pin(is_left ? left : right) : 0;
+        }
+        if (!PyFloat_CheckExact(*other) && !PyLong_CheckExact(*other) && !PyBool_Check(*other)) {
+            return pin(is_left ? left : right) < 0 ? -1 : look_at(other);
+        }
+        /* float's own operators take an int for what it is, and would lose where it came from. */
+        if (!is_left && PyFloat_CheckExact(*left)) {
+            PyObject *constant = tell("constant", Py_BuildValue("(O)", *left));
+            if (constant == NULL) {
+                return -1;
+            }
+            put(left, constant);
+        }
+        return 0;
+    }
+    if (look_at(left) < 0) {
+        return -1;
+    }
+    return look_at(right);
+}
+
+static int on_truth(Level *level, PyObject **slot)
+{
+    level->keeps = 1; /* what `__bool__` or `__len__` returns */
+    return is_traced(*slot) ? 0 : look_over(slot);
+}
+
+/* Something is taken from an iterator that others may take from, too. */
+static int take_from(PyObject *iterator)
+{
+    if (find_outside(iterator) == NULL) {
+        return 0;
+    }
+    return tell_void("taken", Py_BuildValue("(O)", iterator));
+}
+
+static int on_instruction(Level *level, PyFrameObject *object)
+{
+    _PyInterpreterFrame *frame = object->f_frame;
+    PyCodeObject *code = frame->f_code;
+    PyObject **top = frame->localsplus + frame->stacktop;
+    const _Py_CODEUNIT *at = frame->prev_instr;
+    int opcode = _PyOpcode_Deopt[_Py_OPCODE(*at)];
+    int oparg = _Py_OPARG(*at);
+    while (opcode == EXTENDED_ARG) {
+        at++;
+        oparg = oparg << 8 | _Py_OPARG(*at);
+        opcode = _PyOpcode_Deopt[_Py_OPCODE(*at)];
+    }
+    if (level->pending != NOTHING) {
+        int done = on_value(level, top);
+        forget_pending(level);
+        if (done < 0) {
+            return -1;
+        }
+    }
+    int is_users = level->code_kind == USERS;
+    level->keeps = 0;
+    switch (opcode) {
+    case RETURN_VALUE:
+        if (state.num_levels > 1 && state.levels[state.num_levels - 2].keeps) {
+            return look_at(&top[-1]) < 0 ? -1 : pin_inside(top[-1], 3);
+        }
+        return 0;
+    case LOAD_GLOBAL: {
+        PyObject *name = PyTuple_GET_ITEM(code->co_names, oparg >> 1);
+        PyObject *globals = frame->f_globals;
+        if (is_users) {
+            return read_place(level, GLOBAL, globals, name);
+        }
+        return note_read(GLOBAL, globals, name) < 0 ? -1 : 0;
+    }
+    case LOAD_NAME: {
+        PyObject *name = PyTuple_GET_ITEM(code->co_names, oparg);
+        return is_users ? read_place(level, GLOBAL, frame->f_globals, name) : 0;
+    }
+    case STORE_GLOBAL:
+    case DELETE_GLOBAL: {
+        PyObject *value = opcode == STORE_GLOBAL ? top[-1] : NULL;
+        if (is_users && add_outside(frame->f_globals) < 0) {
+            return -1;
+        }
+        return note_write(GLOBAL, frame->f_globals, PyTuple_GET_ITEM(code->co_names, oparg), value);
+    }
+    case STORE_NAME: {
+        if (frame->f_locals != frame->f_globals) {
+            return 0;
+        }
+        return note_write(GLOBAL, frame->f_globals, PyTuple_GET_ITEM(code->co_names, oparg), top[-1]);
+    }
+    case LOAD_DEREF:
+    case LOAD_CLASSDEREF: {
+        PyObject *cell = frame->localsplus[oparg];
+        return cell != NULL && find_outside(cell) != NULL ? read_place(level, CELL, cell, NULL) : 0;
+    }
+    case STORE_DEREF:
+    case DELETE_DEREF: {
+        PyObject *cell = frame->localsplus[oparg];
+        return cell == NULL ? 0 : note_write(CELL, cell, NULL, opcode == STORE_DEREF ? top[-1] : NULL);
+    }
+    case LOAD_ATTR:
+        return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, oparg), ATTRIBUTE);
+    case LOAD_METHOD:
+        return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, oparg), METHOD);
+    case STORE_ATTR:
+        return note_write(ATTRIBUTE, top[-1], PyTuple_GET_ITEM(code->co_names, oparg), top[-2]);
+    case DELETE_ATTR:
+        return note_write(ATTRIBUTE, top[-1], PyTuple_GET_ITEM(code->co_names, oparg), NULL);
+    case BINARY_SUBSCR:
+        return read_item(level, &top[-2], &top[-1]);
+    case STORE_SUBSCR:
+    case DELETE_SUBSCR: {
+        PyObject *owner = top[-2];
+        if (PyObject_TypeCheck(owner, state.tensor)) {
+            return 0;
+        }
+        if (pin(&top[-1]) < 0) {
+            return -1;
+        }
+        PyObject *value = opcode == STORE_SUBSCR ? top[-3] : NULL;
+        if ((PyDict_Check(owner) || PyList_Check(owner)) && !PySlice_Check(top[-1])) {
+            return note_write(ITEM, owner, top[-1], value);
+        }
+        if (opcode == STORE_SUBSCR && pin(&top[-3]) < 0) {
+            return -1;
+        }
+        return note_whole(owner);
+    }
+    case BINARY_OP:
+    case COMPARE_OP:
+        return on_binary(&top[-2], &top[-1]);
+    case CONTAINS_OP:
+        level->keeps = 1;
+        if (look_at(&top[-2]) < 0) {
+            return -1;
+        }
+        if (PyDict_Check(top[-1])) { /* only whether the key is there */
+            return find_outside(top[-1]) == NULL ? 0 : tell_void("contains", Py_BuildValue("(OO)", top[-1], top[-2]));
+        }
+        return look_at(&top[-1]);
+    case IS_OP:
+        if (PyObject_TypeCheck(top[-2], state.tensor) && PyObject_TypeCheck(top[-1], state.tensor)) {
+            return tell_void("identity", PyTuple_New(0));
+        }
+        return 0;
+    case UNARY_NOT:
+    case JUMP_IF_FALSE_OR_POP:
+    case JUMP_IF_TRUE_OR_POP:
+    case POP_JUMP_FORWARD_IF_FALSE:
+    case POP_JUMP_FORWARD_IF_TRUE:
+    case POP_JUMP_BACKWARD_IF_FALSE:
+    case POP_JUMP_BACKWARD_IF_TRUE:
+        return on_truth(level, &top[-1]);
+    case UNPACK_SEQUENCE: {
+        PyObject *owner = top[-1];
+        if (find_outside(owner) == NULL || !(PyTuple_Check(owner) || PyList_Check(owner)) ||
+            PySequence_Fast_GET_SIZE(owner) != oparg) {
+            if (PyIter_Check(owner) && take_from(owner) < 0) {
+                return -1;
+            }
+            return look_into(&top[-1]);
+        }
+        if (tell_void("unpacked", Py_BuildValue("(O)", owner)) < 0) {
+            return -1;
+        }
+        expect_value(level, UNPACKED, owner, NULL, FOLLOW | OUTSIDE);
+        return 0;
+    }
+    case UNARY_INVERT:
+    case GET_LEN:
+    case MATCH_MAPPING:
+    case MATCH_SEQUENCE:
+    case FORMAT_VALUE:
+    case UNPACK_EX:
+    case LIST_EXTEND:
+    case SET_UPDATE:
+    case DICT_MERGE:
+    case DICT_UPDATE:
+    case LIST_TO_TUPLE:
+        /* FORMAT_VALUE may have its specification on top. */
+        if (opcode == FORMAT_VALUE && (oparg & 4) && look_at(&top[-2]) < 0) {
+            return -1;
+        }
+        if (opcode == UNPACK_EX && PyIter_Check(top[-1]) && take_from(top[-1]) < 0) {
+            return -1;
+        }
+        if (opcode == GET_LEN || opcode == MATCH_MAPPING || opcode == MATCH_SEQUENCE) {
+            return look_over(&top[-1]);
+        }
+        return opcode == FORMAT_VALUE ? look_at(&top[-1]) : look_into(&top[-1]);
+    case GET_ITER:
+    case GET_YIELD_FROM_ITER:
+        if (PyIter_Check(top[-1])) {
+            return 0; /* FOR_ITER follows */
+        }
+        return PyDict_Check(top[-1]) ? look_over(&top[-1]) : look_into(&top[-1]);
+    case FOR_ITER:
+    case SEND:
+        return take_from(opcode == SEND ? top[-2] : top[-1]);
+    case MATCH_KEYS:
+        return look_at(&top[-2]);
+    case MATCH_CLASS: {
+        PyObject *subject = top[-3], *names = top[-1];
+        if (find_outside(subject) != NULL && PyTuple_Check(names)) {
+            return tell_void("matched", Py_BuildValue("(OOi)", subject, names, oparg));
+        }
+        return 0;
+    }
+    case BUILD_SLICE:
+        for (int i = 1; i <= oparg; i++) {
+            if (pin(&top[-i]) < 0) {
+                return -1;
+            }
+        }
+        return 0;
+    case BEFORE_WITH:
+        if (find_outside(top[-1]) != NULL) {
+            return tell_void("call_of", Py_BuildValue("(O)", top[-1]));
+        }
+        return 0;
+    case IMPORT_NAME:
+    case IMPORT_FROM: {
+        PyObject *name = PyTuple_GET_ITEM(code->co_names, oparg);
+        if (opcode == IMPORT_FROM) {
+            return find_outside(top[-1]) != NULL ? read_place(level, ATTRIBUTE, top[-1], name) : 0;
+        }
+        if (is_users) {
+            expect_value(level, RESULT, NULL, NULL, OUTSIDE);
+            return tell_void("imported", Py_BuildValue("(OO)", name, frame->f_globals));
+        }
+        return 0;
+    }
+    case MAKE_FUNCTION:
+        expect_value(level, MADE, NULL, NULL, 0);
+        return 0;
+    case CALL: {
+        int is_method = top[-(oparg + 2)] != NULL;
+        Py_ssize_t num_args = oparg + is_method;
+        return on_call(level, &top[-(num_args + 1)], &top[-num_args], num_args);
+    }
+    case CALL_FUNCTION_EX: {
+        PyObject **keywords = (oparg & 1) ? &top[-1] : NULL;
+        PyObject **positional = &top[(oparg & 1) ? -2 : -1];
+        return on_call_ex(level, positional - 1, positional, keywords);
+    }
+    default:
+        return 0;
+    }
+}
+
+/* ---- events ------------------------------------------------------------------------------------------- */
+
+static int on_frame(PyFrameObject *object)
+{
+    _PyInterpreterFrame *frame = object->f_frame;
+    Row *row = table_find(&state.codes, frame->f_code, NULL, 0);
+    int kind = row != NULL ? (int)row->flags : -1;
+    if (row == NULL) {
+        kind = tell_int("code_kind", Py_BuildValue("(OO)", frame->f_code, frame->f_globals));
+        if (kind < 0 || PyList_Append(state.held, (PyObject *)frame->f_code) < 0 ||
+            table_add(&state.codes, frame->f_code, NULL, 0, (unsigned)kind) == NULL) {
+            return -1;
+        }
+    }
+    if (state.num_levels == state.max_levels) {
+        size_t size = state.max_levels ? state.max_levels * 2 : 256;
+        Level *levels = PyMem_RawRealloc(state.levels, size * sizeof(Level));
+        if (levels == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        state.levels = levels;
+        state.max_levels = size;
+    }
+    int is_covered = state.num_levels && state.levels[state.num_levels - 1].code_kind == COVER;
+    if (is_covered && kind != USERS) {
+        kind = COVER;
+    }
+    state.levels[state.num_levels++] = (Level){frame, kind, NOTHING, NULL, NULL, 0, 0};
+    state.num_ops += kind == OPS;
+    object->f_trace_lines = 0;
+    object->f_trace_opcodes = kind == USERS || kind == FOREIGN;
+    if (kind == USERS && table_find(&state.made, frame->f_func, NULL, 0) == NULL) {
+        PyObject *function = (PyObject *)frame->f_func;
+        Row *known = find_outside(function);
+        if (known == NULL || !(known->flags & ENTERED)) {
+            /* Told before it is marked: the sink adds the function if the call did not make it. */
+            if (tell_void("entered", Py_BuildValue("(O)", function)) < 0) {
+                return -1;
+            }
+            known = find_outside(function);
+            if (known != NULL) {
+                known->flags |= ENTERED;
+            }
+        }
+    }
+    return 0;
+}
+
+static void on_leave(PyFrameObject *object)
+{
+    /* The frames above it, if any, were left without an event. */
+    for (size_t i = state.num_levels; i > 0; i--) {
+        if (state.levels[i - 1].frame == object->f_frame) {
+            while (state.num_levels >= i) {
+                Level *level = &state.levels[--state.num_levels];
+                state.num_ops -= level->code_kind == OPS;
+                forget_pending(level);
+            }
+            return;
+        }
+    }
+}
+
+static int on_event(PyObject *unused, PyFrameObject *object, int what, PyObject *arg)
+{
+    (void)unused;
+    (void)arg;
+    if (state.sink == NULL || state.failure != NULL) {
+        return 0;
+    }
+    /* An exception may be on its way: events of its unwinding must not lose it. */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int done = 0;
+    if (what == PyTrace_CALL) {
+        done = on_frame(object);
+    }
+    else if (what == PyTrace_RETURN) {
+        on_leave(object);
+    }
+    else if (what == PyTrace_EXCEPTION) {
+        if (state.num_levels && state.levels[state.num_levels - 1].frame == object->f_frame) {
+            forget_pending(&state.levels[state.num_levels - 1]);
+        }
+    }
+    else if (what == PyTrace_OPCODE && state.num_levels) {
+        Level *level = &state.levels[state.num_levels - 1];
+        if (level->frame == object->f_frame && (level->code_kind == USERS || level->code_kind == FOREIGN)) {
+            done = on_instruction(level, object);
+        }
+    }
+    if (done < 0) {
+        PyObject *ignored;
+        PyErr_Fetch(&ignored, &state.failure, &traceback);
+        PyErr_NormalizeException(&ignored, &state.failure, &traceback);
+        if (traceback != NULL && state.failure != NULL) {
+            PyException_SetTraceback(state.failure, traceback);
+        }
+        Py_XDECREF(ignored);
+    }
+    PyErr_Restore(type, value, traceback);
+    return 0;
+}
+
+/* ---- the module --------------------------------------------------------------------------------------- */
+
+static void finish(void)
+{
+    PyEval_SetTrace(NULL, NULL);
+    while (state.num_levels) {
+        forget_pending(&state.levels[--state.num_levels]);
+    }
+    table_clear(&state.outside);
+    table_clear(&state.reads);
+    table_clear(&state.writes);
+    table_clear(&state.made);
+    table_clear(&state.codes);
+    table_clear(&state.callables);
+    Py_CLEAR(state.sink);
+    Py_CLEAR(state.traced_float);
+    Py_CLEAR(state.traced_int);
+    Py_CLEAR(state.tensor);
+    PyObject *held = state.held;
+    state.held = NULL;
+    Py_XDECREF(held);
+}
+
+static PyObject *begin(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *sink, *traced_float, *traced_int, *tensor;
+    if (!PyArg_ParseTuple(args, "OOOO", &sink, &traced_float, &traced_int, &tensor)) {
+        return NULL;
+    }
+    if (state.sink != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "another call is being witnessed");
+        return NULL;
+    }
+    state.held = PyList_New(0);
+    if (state.held == NULL) {
+        return NULL;
+    }
+    state.sink = Py_NewRef(sink);
+    state.traced_float = (PyTypeObject *)Py_NewRef(traced_float);
+    state.traced_int = (PyTypeObject *)Py_NewRef(traced_int);
+    state.tensor = (PyTypeObject *)Py_NewRef(tensor);
+    state.failure = NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *call(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *function, *positional, *keywords;
+    if (!PyArg_ParseTuple(args, "OO!O!", &function, &PyTuple_Type, &positional, &PyDict_Type, &keywords)) {
+        return NULL;
+    }
+    if (state.sink == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "no call is being witnessed");
+        return NULL;
+    }
+    PyEval_SetTrace(on_event, NULL);
+    PyObject *result = PyObject_Call(function, positional, keywords);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyEval_SetTrace(NULL, NULL);
+    while (state.num_levels) {
+        forget_pending(&state.levels[--state.num_levels]);
+    }
+    state.num_ops = 0;
+    PyErr_Restore(type, value, traceback);
+    return result;
+}
+
+static PyObject *end(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    finish();
+    PyObject *failure = state.failure;
+    state.failure = NULL;
+    if (failure == NULL) {
+        Py_RETURN_NONE;
+    }
+    return failure;
+}
+
+static PyObject *add(PyObject *module, PyObject *value)
+{
+    (void)module;
+    if (state.sink == NULL || !has_state(value)) {
+        Py_RETURN_FALSE;
+    }
+    int is_new = add_outside(value);
+    return is_new < 0 ? NULL : PyBool_FromLong(is_new);
+}
+
+static PyObject *is_outside(PyObject *module, PyObject *value)
+{
+    (void)module;
+    return PyBool_FromLong(find_outside(value) != NULL);
+}
+
+#define SUPPORTED 1
+static PyMethodDef functions[] = {
+    {"begin", begin, METH_VARARGS, "Witness calls of this thread, told to a sink."},
+    {"call", call, METH_VARARGS, "Call a function with a tuple and a dict of arguments, and look on."},
+    {"end", end, METH_NOARGS, "End it. Returns an exception of the sink's, or None."},
+    {"add", add, METH_O, "Count an object as outside. Returns whether it is new."},
+    {"is_outside", is_outside, METH_O, "Whether an object is known to be outside."},
+    {NULL, NULL, 0, NULL},
+};
+#else
+#define SUPPORTED 0
+static PyMethodDef functions[] = {{NULL, NULL, 0, NULL}};
+#endif
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_witness", NULL, -1, functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__witness(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "supported", SUPPORTED) < 0) {
+        Py_CLEAR(module);
+    }
+    return module;
+}

@@ -1,0 +1,114 @@
+"""Values around a step: which are compared by what they are, which by identity, which by their contents."""
+
+from __future__ import annotations
+
+import array
+import collections
+import enum
+import pickle
+import random
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+_SIMPLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    np.generic,
+    np.dtype,
+    torch.Size,
+)
+CONTAINERS = (list, tuple, dict, collections.deque)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+BUFFERS = (set, bytearray, array.array, np.ndarray, memoryview)
+MAX_COMPARED = 1 << 20  # bytes of an array: comparing a larger one could take longer than the step
+_MAX_TENSOR = 1 << 16  # bytes of a CPU tensor that is compared as a whole
+
+
+def is_simple(value: Any) -> bool:
+    """Whether a value can't change and is compared by what it is."""
+    if isinstance(value, (tuple, frozenset)) and not isinstance(value, torch.Size):
+        return all(map(is_simple, value))
+    return isinstance(value, _SIMPLE) and not isinstance(value, enum.Enum)
+
+
+def contents_of(container: Any) -> Any:
+    """What is in a set or an array now, to be compared with `==`. Keeps nothing of a large array."""
+    if isinstance(container, np.ndarray):
+        if container.dtype.hasobject:
+            return container.shape, [id(element) for element in container.ravel()]
+        return container.dtype, container.shape, container.tobytes()
+    if isinstance(container, array.array):
+        return container.typecode, container.tobytes()
+    if isinstance(container, (bytearray, memoryview)):
+        return bytes(container)
+    return type(container), frozenset((type(element), element) for element in container)
+
+
+def state_of_generator(generator: Any) -> Any:
+    """The state of a random number generator of Python or NumPy, to be compared with `==`."""
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    is_numpys = generator is np.random or isinstance(generator, np.random.RandomState)
+    return pickle.dumps(generator.get_state()) if is_numpys else generator.getstate()
+
+
+class Version:
+    """A CPU tensor at one moment. Keeps the tensor alive, because a new tensor could get a dead one's id."""
+
+    __slots__ = ("contents", "number", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.number = self.contents = None
+        if not isinstance(tensor, torch.Tensor):
+            return
+        if not tensor.is_inference():
+            self.number = tensor._version
+        # NumPy, `.data` and other processes write without a new version: compare small tensors by value.
+        if tensor.layout == torch.strided and (tensor.nbytes <= _MAX_TENSOR or tensor.is_inference()):
+            self.contents = _bytes_of(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Version)
+            and self.tensor is other.tensor
+            and self.number == other.number
+            and self.contents == other.contents
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def describe(value: Any) -> str:
+    """A value in a message: what it is, if that is short, else its type."""
+    if is_simple(value):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, (*CONTAINERS, set)):
+        return f"a {type(value).__name__} of {len(value)}"
+    # Not its text: that may run the user's code.
+    is_named = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
+    return str(value.__name__) if is_named else f"a {type(value).__name__}"
