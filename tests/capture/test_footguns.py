@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import types
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -278,7 +281,7 @@ def test_list_that_grows_is_noticed() -> None:
     assert len(history) == 6
 
 
-def test_counter_that_changes_inside_is_noticed() -> None:
+def test_counter_that_changes_inside_is_carried() -> None:
     counter = types.SimpleNamespace(steps=0)
 
     @lazystep.step(audit_every=0)
@@ -286,10 +289,43 @@ def test_counter_that_changes_inside_is_noticed() -> None:
         counter.steps += 1
         return x + counter.steps
 
-    count(torch.zeros(1))
-    with pytest.warns(lazystep.LazyStepWarning, match="'steps' from 1 to 2"):
-        count(torch.zeros(1))
-    assert count(torch.zeros(1)).item() == 3
+    for number in range(1, NUM_CALLS + 1):
+        assert count(torch.zeros(1)).item() == number
+        assert counter.steps == number
+        assert type(counter.steps) is int
+    counter.steps = 100  # the next replay goes on from there
+    assert count(torch.zeros(1)).item() == 101
+    assert count.num_replayed >= NUM_CALLS - 1, count.explain()
+
+
+KEPT: dict[str, Any] = {
+    "list": lambda rate: [rate],
+    "comprehension": lambda rate: [value for value in (rate, 1.0)],  # noqa: C416
+    "tuple": lambda rate: (rate, 1.0),
+    "dict": lambda rate: {"rate": rate},
+    "nested": lambda rate: {"rates": [rate, (rate, [rate])]},
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_new_container_of_numbers_is_made_anew(kind: str) -> None:
+    """As schedulers do: `self._last_lr = [group["lr"] for group in ...]`."""
+    state = types.SimpleNamespace(rate=1.0, kept=None)
+
+    @lazystep.step(audit_every=0)
+    def decay(x: torch.Tensor) -> torch.Tensor:
+        y = x * state.rate
+        state.rate = state.rate * 0.5
+        state.kept = KEPT[kind](state.rate)
+        return y
+
+    kept = []
+    for number in range(NUM_CALLS):
+        assert decay(torch.ones(1)).item() == 0.5**number
+        assert state.kept == KEPT[kind](0.5 ** (number + 1)), decay.explain()
+        kept.append(state.kept)
+    assert len(set(map(id, kept))) == NUM_CALLS
+    assert decay.num_replayed >= NUM_CALLS - 3, decay.explain()
 
 
 def test_read_inside_keeps_recording_with_a_warning() -> None:
@@ -301,17 +337,41 @@ def test_read_inside_keeps_recording_with_a_warning() -> None:
     assert branch.num_replayed == 0
 
 
-def test_audit_finds_what_python_does_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled = lazystep.step(audit_every=4)(lambda x: (x * float(os.environ["SCALE"])).sum())  # out of sight
+def test_environment_variable_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = captured(lambda x: (x * float(os.environ["SCALE"])).sum())
+    for number in range(14):
+        scale = 1.0 if number < 5 else 4.0
+        monkeypatch.setenv("SCALE", str(scale))
+        assert scaled(torch.ones(1)).item() == scale
+    assert scaled.num_replayed >= 8, scaled.explain()
+
+
+@pytest.fixture
+def switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_audit_finds_what_python_does_differently() -> None:
+    scaled = lazystep.step(audit_every=4)(lambda x: (x * sys.getswitchinterval()).sum())  # out of sight
     results = []
-    with pytest.warns(lazystep.LazyStepWarning, match=r"a replay would have used 1\.0"):
+    with pytest.warns(lazystep.LazyStepWarning) as caught:
         for number in range(14):
-            monkeypatch.setenv("SCALE", "1.0" if number < 3 else "4.0")
-            results.append(scaled(torch.ones(1)).item())
-    assert results[-1] == 4.0
+            sys.setswitchinterval(0.004 if number < 3 else 0.008)
+            results.append(scaled(torch.ones(1, dtype=torch.float64)).item())
+    (text,) = [str(one.message) for one in caught]
+    assert "a number is 0.008, a replay would have used 0.004" in text
+    num_wrong = results[3:].count(0.004)
+    assert num_wrong > 0, "the change is in sight: this test needs another one"
+    assert f"Numbers of its last {num_wrong + 1} replays may be wrong" in text  # one was before the change
+    assert set(results[3 + num_wrong :]) == {0.008}
+    assert "does something else than when it was captured" in scaled.explain()
 
 
 def test_scheduler_inside_is_noticed() -> None:
+    """It may be replayed or refused. It is never frozen."""
     weight = nn.Parameter(torch.zeros(1).to("lazy"))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -321,11 +381,17 @@ def test_scheduler_inside_is_noticed() -> None:
         descend(weight.sum(), optimizer)
         schedule.step()
 
-    with pytest.warns(lazystep.LazyStepWarning, match="step the scheduler outside"):
-        for _ in range(5):
+    total = 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(16):
             fit()
-    assert weight.item() == -(1 + 0.5 + 0.25 + 0.125 + 0.0625)
-    assert optimizer.param_groups[0]["lr"] == 0.5**5
+            total -= 0.5**number
+            assert weight.item() == total
+            assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == 0.5 ** (number + 1)
+            assert schedule.last_epoch == number + 1
+    refused = [str(one.message) for one in caught if one.category is lazystep.LazyStepWarning]
+    assert fit.num_replayed > 0 or any("not replayed: " in text for text in refused), fit.explain()
 
 
 def test_generator_and_discriminator_side_by_side() -> None:

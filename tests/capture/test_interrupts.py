@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 import lazystep
 from lazystep.interrupts import uninterrupted
+from tests.helpers import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazystep.LazyStepWarning")
 
@@ -47,7 +48,8 @@ def train_until_interrupted(step: Any, timer: threading.Timer) -> None:
         step()
 
 
-def test_interrupts_at_random_moments_leave_no_half_step() -> None:
+@pytest.mark.parametrize("num_interrupts", [60, *nightly([500])])
+def test_interrupts_at_random_moments_leave_no_half_step(num_interrupts: int) -> None:
     """After each interrupt the state is that of some number of whole eager steps."""
     model, eager = Model("lazy"), Model("cpu")
     step = lazystep.step(model.step, audit_every=0)
@@ -56,14 +58,14 @@ def test_interrupts_at_random_moments_leave_no_half_step() -> None:
         step()
     assert step.num_replayed >= 2
     generator = random.Random(0)
-    num_interrupts = 0
-    for _ in range(60):
+    num_raised = 0
+    for _ in range(num_interrupts):
         timer = threading.Timer(generator.uniform(0.0, 0.01), signal.raise_signal, (signal.SIGINT,))
         with pytest.raises(KeyboardInterrupt):
             train_until_interrupted(step, timer)
-        num_interrupts += 1
+        num_raised += 1
         timer.join()
-    assert num_interrupts == 60
+    assert num_raised == num_interrupts
     lazystep.mark_step(wait=True)
     got = model.state()
     torch.manual_seed(1)
@@ -73,8 +75,11 @@ def test_interrupts_at_random_moments_leave_no_half_step() -> None:
         assert torch.equal(a, b)
 
 
+REFUSING = 0.004
+
+
 class Picky:
-    """An object whose slot can refuse to be set. A replay does not see environment variables."""
+    """An object whose slot can refuse to be set. What makes it refuse is out of a witness's sight."""
 
     __slots__ = ("other", "value")
 
@@ -83,14 +88,12 @@ class Picky:
         self.other = torch.zeros(2, device="lazy")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "value" and "LAZYSTEP_TEST_REFUSES" in os.environ:
+        if name == "value" and sys.getswitchinterval() == REFUSING:
             raise RuntimeError("not now")
         super().__setattr__(name, value)
 
 
-def test_attribute_that_refuses_leaves_a_whole_step_and_nothing_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_replay_runs_no_code_of_the_users_that_could_stop_it_half_way() -> None:
     holder = Picky()
 
     @lazystep.step(audit_every=0)
@@ -100,17 +103,47 @@ def test_attribute_that_refuses_leaves_a_whole_step_and_nothing_waits(
 
     for _ in range(5):
         step()
-    assert step.num_replayed >= 2
-    before = holder.other.tolist()[0]
-    refused = holder.value.tolist()
-    monkeypatch.setenv("LAZYSTEP_TEST_REFUSES", "1")
-    with pytest.raises(RuntimeError, match="not now"):
-        step()
-    monkeypatch.delenv("LAZYSTEP_TEST_REFUSES")
-    assert holder.value.tolist() == refused
-    assert holder.other.tolist() == [before + 1] * 2
+    num_replayed = step.num_replayed
+    assert num_replayed >= 2
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(REFUSING)
+    try:
+        with pytest.raises(RuntimeError, match="not now"):
+            holder.value = torch.ones(2)
+        step()  # a whole step: both slots are written, and `__setattr__` does not run
+        assert step.num_replayed == num_replayed + 1
+    finally:
+        sys.setswitchinterval(interval)
+    assert holder.value.tolist() == [6.0] * 2
+    assert holder.other.tolist() == [6.0] * 2
     step()
-    assert holder.other.tolist() == [before + 2] * 2
+    assert holder.value.tolist() == holder.other.tolist() == [7.0] * 2
+
+
+def test_exception_of_a_recorded_call_leaves_nothing_that_waits() -> None:
+    """A call that is recorded does run the user's code. What it had done before the exception is done."""
+    holder = Picky()
+
+    @lazystep.step(audit_every=0)
+    def step() -> None:
+        holder.other = holder.other + 1
+        holder.value = holder.value + 1
+
+    interval = sys.getswitchinterval()
+    step()
+    sys.setswitchinterval(REFUSING)
+    try:
+        with pytest.raises(RuntimeError, match="not now"):
+            step()
+    finally:
+        sys.setswitchinterval(interval)
+    assert holder.value.tolist() == [1.0] * 2
+    assert holder.other.tolist() == [2.0] * 2
+    for _ in range(5):
+        step()
+    assert holder.value.tolist() == [6.0] * 2
+    assert holder.other.tolist() == [7.0] * 2
+    assert step.num_replayed >= 2
 
 
 def test_interrupt_waits_for_the_end_of_the_section() -> None:

@@ -218,7 +218,7 @@ def test_doctor_finds_nothing_wrong_here(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     for expected in ("torch 2.13", "lazy device: a step", "compiler: ", "cache: ", "mode 700", "threads: "):
         assert expected in done.stdout
-    assert done.stdout.count("good     extension: ") == 2
+    assert done.stdout.count("good     extension: ") == 4
     assert "setting max_in_flight = 3 (LAZYSTEP_MAX_IN_FLIGHT)" in done.stdout
     assert "\x1b" not in done.stdout
 

@@ -42,7 +42,7 @@ def test_demo_trains_logs_saves_resumes_and_reports(tmp_path: Path) -> None:
     # Nothing in the training loop waits for a value: what does is the judging, the saving, the sample.
     lines = {line for _, line, _ in metrics.synchronizations()}
     assert not any("in train" in line for line in lines), lines
-    assert metrics.counter_value("programs_replayed") >= 30
+    assert metrics.counter_value("programs_replayed") >= 20
 
 
 def test_resumed_run_gives_the_losses_of_one_that_went_on(tmp_path: Path) -> None:

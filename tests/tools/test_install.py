@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 import lazystep
 from lazystep import cli, extensions
-from lazystep.extensions import RECORDER, RUNNER, Extension, ExtensionError
+from lazystep.extensions import PLACES, RECORDER, RUNNER, WITNESS, Extension, ExtensionError
 from tests.helpers import ROOT, run_python
 
 HERE = torch.__version__.partition("+")[0]
@@ -80,9 +80,18 @@ def test_metadata_and_sources_need_neither_compiler_nor_torch(tmp_path: Path) ->
     done = run_setup("egg_info", "--egg-base", str(tmp_path), PATH=str(tmp_path), PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     listed = set((tmp_path / "lazystep.egg-info" / "SOURCES.txt").read_text().splitlines())
-    sources = [path for path in (ROOT / "lazystep").rglob("*") if path.suffix in (".cpp", ".h", ".pyi")]
+    sources = [path for path in (ROOT / "lazystep").rglob("*") if path.suffix in (".c", ".cpp", ".h", ".pyi")]
     assert sources
     assert {str(path.relative_to(ROOT)) for path in sources} <= listed
+
+
+def test_compiler_of_the_c_variable_is_the_only_one_that_is_looked_for() -> None:
+    done = run_setup("build_ext", CC="no-such-compiler")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert (
+        "building needs a C compiler, and none was found (looked for $CC = no-such-compiler)" in done.stderr
+    )
 
 
 def test_build_without_torch_says_so(tmp_path: Path) -> None:
@@ -95,7 +104,7 @@ def test_build_without_torch_says_so(tmp_path: Path) -> None:
 
 def test_paths_of_the_extensions_agree() -> None:
     built = read_setup("EXTENSIONS")
-    assert set(built) == {RECORDER.module, RUNNER.module}
+    assert set(built) == {extension.module for extension in (RECORDER, RUNNER, PLACES, WITNESS)}
     for source in built.values():
         assert (ROOT / source).exists()
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
@@ -141,6 +150,22 @@ def test_only_torchs_release_is_compared(modules: Path, monkeypatch: pytest.Monk
 def test_missing_extension_is_named_with_the_command() -> None:
     want = f"lazystep's recorder has not been built for this Python. Build it for torch {HERE}: {IN_PLACE}"
     assert refused("lazystep.record.never_built") == want
+
+
+@pytest.mark.parametrize("extension", [PLACES, WITNESS], ids=lambda extension: extension.module)
+def test_missing_extension_in_c_stops_the_import_with_the_command(extension: Extension) -> None:
+    code = f"import sys\nsys.modules[{extension.module!r}] = None\nimport lazystep\n"
+    done = run_python("-c", code)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"lazystep.extensions.ExtensionError: lazystep's {extension.name} ")
+    assert last.endswith(f". Build it: {IN_PLACE}")
+
+
+def test_extension_in_c_works_with_any_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    for extension in (PLACES, WITNESS):
+        assert not hasattr(extension.load(), "torch_version")
 
 
 def test_extension_that_can_not_be_loaded_says_why(modules: Path) -> None:
@@ -191,6 +216,15 @@ def test_import_fails_if_an_extension_does_not_fit(extension: Extension) -> None
     assert f"ExtensionError: lazystep's {extension.name} was built for torch 2.12.1" in last
 
 
+def test_doctor_says_if_this_python_has_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module(WITNESS.module), "supported", 0)
+    done = CliRunner().invoke(cli.main, ["doctor"])
+    assert (
+        "note     extension: captures need CPython 3.11; here every call of a step is recorded\n"
+        in done.output
+    )
+
+
 def test_doctor_reports_extensions_that_fit_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = importlib.import_module("lazystep.cli.doctor")
     missing = Extension("lazystep.execute.never_built", RUNNER.name)
@@ -198,5 +232,7 @@ def test_doctor_reports_extensions_that_fit_and_one_that_does_not(monkeypatch: p
     done = CliRunner().invoke(cli.main, ["doctor"])
     assert done.exit_code == 1
     assert f"good     extension: recorder, built for torch {HERE}\n" in done.output
+    assert "good     extension: reader of places, built for any torch\n" in done.output
+    assert "good     extension: witness, built for any torch\n" in done.output
     assert "problem  extension: lazystep's runner of libraries has not been built" in done.output
     assert "problems: 1." in done.output
