@@ -123,6 +123,9 @@ def record(program: Program) -> list[str]:
     """The text of each step of a program, what its lines raise, and its values."""
     machine = Machine("lazy")
     texts = []
+    # What only a reference cycle holds is an output: that must not depend on when the collector runs.
+    gc.collect()
+    gc.disable()
     for number, line in enumerate(program):
         error = machine.run(line)
         if error is not None:
@@ -131,6 +134,7 @@ def record(program: Program) -> list[str]:
         if number == 1 or line.startswith("lazystep.mark_step"):
             lazystep.mark_step()
             texts.append(str(lazystep.debug.last_program()))
+    gc.enable()
     gc.collect()
     lazystep.mark_step()
     texts.append(str(lazystep.debug.last_program()))
@@ -139,7 +143,7 @@ def record(program: Program) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*were new programs:lazystep.LazyStepWarning")
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(program=programs(num_lines=20))
 def test_random_program_recorded_twice_is_the_same_with_its_lines(program: Program, runtime: Any) -> None:
     """The second time every op is recorded by a decision that is known, which must not change the text."""
