@@ -13,10 +13,12 @@ import collections
 import enum
 import gc
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -38,7 +40,7 @@ from .op_numbers import COUNT_TYPES, Count, OpNumbers
 from .places import Kind, Place, Places
 from .surroundings import Found, Surroundings, TensorFacts, are_same
 from .traced import SOURCES, Expression, Trace, is_traced, plain
-from .values import CONTAINERS, describe, is_simple, state_of_generator
+from .values import CONTAINERS, GENERATORS, describe, is_simple, state_of_generator
 from .witness import Witness
 
 _DISTURBED = "another thread recorded ops or ended a step during the call"
@@ -148,10 +150,6 @@ class RecordedCall:
         return counts
 
     def _host_generators(self, places: Places) -> list[Any]:
-        import random
-
-        import numpy as np
-
         found = {id(g): g for place in places for g in (self.before[place].value,) if _is_host_generator(g)}
         return [random, np.random, *found.values()]
 
@@ -519,8 +517,6 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_host_generator(value: Any) -> bool:
-    from .values import GENERATORS
-
     return isinstance(value, GENERATORS) and not isinstance(value, torch.Generator)
 
 
