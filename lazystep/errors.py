@@ -55,7 +55,7 @@ class UnsupportedError(LazyStepError):
 
     Raised at the user's line, before anything is recorded:
 
-        lazy.untyped_storage()      # there is no memory to show: use lazy.cpu()
+        lazy.share_memory_()        # there is no memory to show: use lazy.cpu()
     """
 
 

@@ -47,6 +47,7 @@ FAST = {
     "record/test_device.py": "without_lazystep|compile|data_loader",
     "record/test_recorder.py": "steady_state|twenty_thousand",
     "record/test_semantics.py": "lstm",
+    "record/test_storage.py": "trains",
     "program/test_program.py": "",
     "compile/test_cache.py": "built_anew|must_not_be_used|mid_run|killed_process",
     "execute/test_barrier.py": "thousand|garbage_collector",

@@ -1,4 +1,4 @@
 """Everything that lazystep changes in torch.
 
-Reading order: install, kernels, device_module, tensor_methods, patches.
+Reading order: install, kernels, device_module, storage, tensor_methods, patches.
 """

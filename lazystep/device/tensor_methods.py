@@ -19,16 +19,18 @@ from ..record import _recorder
 from ..record.recorder import Recorder
 from ..record.source import user_line
 from ..record.tensor import DEVICE, handle_of, is_lazy
+from .storage import LazyStorage, address_of, plain_tensor
 
 # Name of a method to its version for lazy tensors.
 _METHODS: dict[str, Callable[..., Any]] = {}
 
 
 def replace_methods(recorder: Recorder) -> None:
-    """Replace every method of `_METHODS`, and the one that files and pickles use."""
+    """Replace every method of `_METHODS`, and those that read through the recorder."""
     for name, ours in _METHODS.items():
         _replace(name, ours)
     _replace("__reduce_ex__", functools.partial(_reduce, recorder))
+    _replace("untyped_storage", functools.partial(_untyped_storage, recorder))
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:
@@ -114,27 +116,24 @@ def __dlpack_device__(self: torch.Tensor) -> Any:  # noqa: N807
 
 
 def _reduce(recorder: Recorder, self: torch.Tensor, protocol: Any) -> Any:
-    # Files and pickles hold plain CPU tensors, so that they load where lazystep is not installed. The real
-    # tensor, not a copy: tensors that share memory share it in the file.
-    plain = _plain_tensor(recorder, self)
+    # Files and pickles hold plain CPU tensors, so that they load where lazystep is not installed.
+    plain = _plain_leaf(recorder, self)
     plain.__dict__.update(_user_attributes(self))
     return plain.__reduce_ex__(protocol)
 
 
-def _plain_tensor(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-    """The real tensor behind a lazy one, as a leaf of the same kind. Shares memory."""
+def _plain_leaf(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the same kind with the same values, as a leaf."""
     handle = handle_of(tensor)
     with recorder.lock:
         is_pending = _recorder.is_pending(handle)
     # `save` has waited for all tensors together: the pickler then finds each of them ready.
     if is_pending or any(run and not run.is_finished for run in (handle.run, handle.memory.run)):
         metrics.count_synchronization("pickle", user_line())
-    recorder.barrier.synchronize([handle])
-    assert handle.tensor is not None
-    real = handle.tensor.detach()
+    plain = plain_tensor(recorder, handle)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(real, tensor.requires_grad)
-    return real.requires_grad_(tensor.requires_grad)
+        return torch.nn.Parameter(plain, tensor.requires_grad)
+    return plain.requires_grad_(tensor.requires_grad)
 
 
 # -- methods that ask for memory -------------------------------------------------------------------
@@ -160,25 +159,21 @@ def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @_for_lazy_tensors
 def data_ptr(self: torch.Tensor) -> int:
-    """0: a lazy tensor has no memory of its own to point to."""
-    return 0
-
-
-@_for_lazy_tensors
-def untyped_storage(self: torch.Tensor) -> Any:
-    """Refused: the memory behind a lazy tensor is not there yet, or changes under the executor."""
-    raise _no_storage("untyped_storage")
+    """A number: that of the memory plus the tensor's offset in it. See storage.py."""
+    if self.numel() == 0:
+        return 0
+    return address_of(handle_of(self).memory) + int(self.storage_offset()) * self.element_size()
 
 
 @_for_lazy_tensors
 def storage(self: torch.Tensor) -> Any:
-    """Refused, see `untyped_storage`."""
+    """Refused: the memory behind a lazy tensor is not there yet, or changes under the executor."""
     raise _no_storage("storage")
 
 
 @_for_lazy_tensors
 def share_memory_(self: torch.Tensor) -> Any:
-    """Refused, see `untyped_storage`."""
+    """Refused, see `storage`."""
     raise _no_storage("share_memory_")
 
 
@@ -188,10 +183,16 @@ def is_shared(self: torch.Tensor) -> bool:
     return False
 
 
+def _untyped_storage(recorder: Recorder, self: torch.Tensor) -> LazyStorage:
+    if self.layout is not torch.strided:
+        raise NotImplementedError(f"Cannot access storage of a tensor with layout {self.layout}")  # as eager
+    return LazyStorage(handle_of(self), recorder)
+
+
 def _no_storage(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"{name}() of a lazy tensor, at {user_line(2)}: there is no memory to show. "
-        "Use .cpu() for a copy of the values."
+        "Use .cpu() for a copy of the values, or untyped_storage() to ask which tensors share memory."
     )
 
 

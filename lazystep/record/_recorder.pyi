@@ -30,6 +30,8 @@ class Memory:
     run: PendingRun | None
     # Who still needs the value that it has now, before the next write.
     snapshots: Sequence[Snapshot]
+    # What `data_ptr` shows; 0 as long as nobody has asked. See device/storage.py.
+    address: int
     def __init__(self, nbytes: int) -> None: ...
 
 class Handle:

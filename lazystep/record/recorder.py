@@ -26,6 +26,9 @@ class Barrier(Protocol):
     def synchronize(self, handles: Sequence[Handle]) -> None:
         """Run the current recording if one of these values needs it, and wait for the values."""
 
+    def flush(self) -> object:
+        """Queue the current recording. Waits for a place among the steps in flight, and for no value."""
+
     def synchronize_all(self) -> None:
         """Run the current recording and wait for every queued step."""
 

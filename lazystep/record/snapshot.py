@@ -47,7 +47,7 @@ class Snapshot:
         """Copy the value before its memory is written. Called where the write is about to happen."""
         with self._lock:
             if self._handle is not None and self._tensor is None and self._handle.tensor is not None:
-                self._tensor = _copy(self._handle.tensor)
+                self._tensor = self._copy(self._handle.tensor)
                 self._handle = None
 
     def take(self) -> torch.Tensor:
@@ -65,13 +65,18 @@ class Snapshot:
                         raise next(run.error for run in self._runs if run.error is not None)
                     # Counted in this frame: what a call to a Python function holds changes as it gets hot.
                     is_ours_alone = sys.getrefcount(handle) == _OWN_REFERENCES and handle.is_alone
-                    self._tensor = handle.tensor if is_ours_alone else _copy(handle.tensor)
+                    self._tensor = handle.tensor if is_ours_alone else self._copy(handle.tensor)
                 finally:
                     # Not before the copy is there: a step that is about to write finds the snapshot, and
                     # waits for its lock.
                     with _registry:
                         handle.memory.snapshots = [s for s in handle.memory.snapshots if s is not self]
             return self._tensor
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        metrics.count("snapshot_copies")
+        with eager_dispatch():
+            return tensor.clone()
 
 
 def preserve_snapshots(memories: Iterable[Memory]) -> None:
@@ -84,12 +89,6 @@ def preserve_snapshots(memories: Iterable[Memory]) -> None:
                 memory.snapshots = [s for s in memory.snapshots if s not in due]
             for snapshot in due:
                 snapshot.preserve()
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    metrics.count("snapshot_copies")
-    with eager_dispatch():
-        return tensor.clone()
 
 
 def _count_own_references() -> int:

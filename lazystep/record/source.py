@@ -19,6 +19,8 @@ _PACKAGES = tuple(
 _users: list[str] = []
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = ("site-packages", "dist-packages")
+# Packages that read tensors for their caller: the caller's line is the one that waits.
+_READERS = tuple(f"{os.sep}{site}{os.sep}safetensors{os.sep}" for site in _SITE)
 
 # Whether a code object is not the user's. Code objects are few and long-lived.
 _is_internal: dict[CodeType, bool] = {}
@@ -27,7 +29,7 @@ _is_internal: dict[CodeType, bool] = {}
 def _classify(code: CodeType) -> bool:
     path = code.co_filename
     is_package = path.startswith(_PACKAGES) and not path.startswith(tuple(_users))
-    internal = is_package or path.startswith("<frozen ")
+    internal = is_package or path.startswith("<frozen ") or any(name in path for name in _READERS)
     if path.startswith(_STDLIB) and not any(name in path for name in _SITE):
         internal = True
     _is_internal[code] = internal

@@ -82,6 +82,7 @@ struct Memory : c10::StorageImpl {
   PyRef error;
   PyRef snapshots;
   Ptr<PyBox> run;  // the last queued step that makes or writes it
+  int64_t address = 0;  // what `data_ptr` shows, given at the first question
 
   void release_resources() override;
 };

@@ -114,7 +114,8 @@ void define_handles(py::module_& module) {
           },
           [](Memory& memory, const py::sequence& snapshots) {
             memory.snapshots = snapshots.size() ? PyRef::borrow(snapshots.ptr()) : PyRef();
-          });
+          })
+      .def_readwrite("address", &Memory::address);
 
   py::class_<Handle, Ptr<Handle>>(module, "Handle")
       .def(
