@@ -397,17 +397,17 @@ def test_step_waits_for_the_copy_of_what_it_overwrites(monkeypatch: pytest.Monke
     is_copying, next_is_queued = threading.Event(), threading.Event()
     weight = torch.zeros(2).to("lazy")
     seen: list[float] = []
-    original = snapshot._copy
+    original = snapshot.Snapshot._copy
 
-    def copy_slowly(tensor: torch.Tensor) -> torch.Tensor:
+    def copy_slowly(self: snapshot.Snapshot, tensor: torch.Tensor) -> torch.Tensor:
         is_copying.set()
         assert next_is_queued.wait(30)
         deadline = time.monotonic() + 0.5
         while tensor.tolist() == [1.0, 1.0] and time.monotonic() < deadline:
             time.sleep(0.01)  # the step would write meanwhile, if nothing held it up
-        return original(tensor)
+        return original(self, tensor)
 
-    monkeypatch.setattr(snapshot, "_copy", copy_slowly)
+    monkeypatch.setattr(snapshot.Snapshot, "_copy", copy_slowly)
     weight.add_(1)
     lazystep.add_step_closure(lambda w: seen.append(w.sum().item()), (weight,), run_async=True)
     lazystep.mark_step()
