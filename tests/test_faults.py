@@ -62,8 +62,8 @@ def test_failure_is_raised_at_a_read_and_then_not_again_at_the_barrier() -> None
 def test_translated_programs_name_the_failing_line_too() -> None:
     index = torch.zeros(1, dtype=torch.int64)
     for step in range(4):
-        source = torch.ones(3, device="lazy")
-        index.fill_(7 if step == 3 else 0)
+        source = torch.ones(13, device="lazy")  # a shape of its own, so a program of its own
+        index.fill_(77 if step == 3 else 0)
         picked = source.index_select(0, index.to("lazy"))
         lazystep.mark_step()
     with pytest.raises(lazystep.StepError, match=r"aten.index_select.default, recorded at .*test_faults.py"):

@@ -57,9 +57,22 @@ class MovedArguments:
             for number, (before, now) in enumerate(pairs)
             if now is not before
         ]
+        # Leaves that want a gradient, each with the gradient that it has now.
+        self._gradients = [
+            (number, before, before.grad, _version_of(before.grad))
+            for number, before in enumerate(given)
+            if isinstance(before, torch.Tensor) and before.is_cpu and before.requires_grad and before.is_leaf
+        ]
 
     def check(self, name: str, inputs: Sequence[Handle], written: Sequence[bool]) -> None:
         """Raise if the step has changed one of them. `written`: which inputs of the program it writes."""
+        for number, leaf, gradient, version in self._gradients:
+            if leaf.grad is not gradient or _version_of(gradient) != version:
+                raise UnsupportedError(
+                    f"{name} computes the gradient of argument {number}, a CPU tensor. The step works on a "
+                    "copy, so x.grad is not found inside. Pass a tensor on the lazy device: "
+                    'x.detach().to("lazy").requires_grad_().'
+                )
         for number, now, requires_grad, handle in self._facts:
             what = ""
             if any(is_written and one == handle for one, is_written in zip(inputs, written, strict=True)):
@@ -74,6 +87,10 @@ class MovedArguments:
                     'the change would be lost. Pass a tensor on the lazy device, x.to("lazy"), or change '
                     "x.clone() inside."
                 )
+
+
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None else int(tensor._version)
 
 
 def put_together(leaves: list[Any], structure: Structure) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -98,7 +115,8 @@ def kind_of(leaves: Sequence[Any], structure: Structure) -> Kind:
 def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
     """`first`: the number of the first leaf that is the same object or has the same handle."""
     if isinstance(leaf, torch.Tensor):
-        return None if handle is None else handle.type, leaf.requires_grad, first
+        # Where a slice begins in its memory is no part of the program.
+        return None if handle is None else handle.type.at(0), leaf.requires_grad, first
     if type(leaf) is float:
         return (float,)
     if type(leaf) is complex:

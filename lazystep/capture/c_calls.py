@@ -52,6 +52,33 @@ class CallClass(enum.IntEnum):
 
 _IGNORE = {isinstance, issubclass, callable, id, super, globals, locals, hash, print, weakref.ref}
 _IGNORE |= {_abc._abc_instancecheck, _abc._abc_subclasscheck}
+_IGNORE |= {sys.exc_info, _thread.allocate_lock}
+# What they do does not happen in a replay. What they return says nothing.
+_EFFECTS = {gc.collect, gc.enable, gc.disable, gc.freeze, gc.unfreeze, dir}
+_OF_OBJECTS = {
+    sys.getsizeof,
+    sys.getrefcount,
+    gc.get_referents,
+    gc.get_referrers,
+    gc.is_tracked,
+    gc.is_finalized,
+}
+_STATEFUL_MODULES = frozenset(
+    (
+        "sys",
+        "gc",
+        "signal",
+        "_signal",
+        "posix",
+        "os",
+        "_locale",
+        "_socket",
+        "_thread",
+        "resource",
+        "torch",
+        "torch._C",
+    )
+)
 _IGNORE |= {functools.partial, property, staticmethod, classmethod, types.MethodType, _thread.get_ident}
 # They compare and add elements, which traced numbers follow.
 _MOVE = {min, max, sum}
@@ -147,6 +174,33 @@ def reads_generator(function: Any) -> bool:
     return is_method and getattr(function, "__name__", "") in _GENERATOR_STATE
 
 
+def tells_state(function: Any) -> bool:
+    """Whether a function returns a setting of the process, such as `sys.getrecursionlimit`."""
+    if not _is_of_module(function):
+        return False
+    module, name = str(function.__module__ or ""), str(function.__name__).lstrip("_")
+    is_setting = module in _STATEFUL_MODULES and name.startswith(("get", "is_", "are_", "has_", "isenabled"))
+    return is_setting and function not in _IGNORE | _OF_OBJECTS
+
+
+def may_tell_state(function: Any) -> bool:
+    """Whether a function, if it is given nothing, may return a state that nothing else tells."""
+    return _is_of_module(function) and not any(_is_in(function, known) for known in (_IGNORE, _EFFECTS))
+
+
+def _is_of_module(function: Any) -> bool:
+    """Whether it is a function in C that belongs to a module, and no method."""
+    owner = getattr(function, "__self__", None)
+    is_function = isinstance(function, types.BuiltinFunctionType) and not isinstance(owner, type)
+    return is_function and (owner is None or type(owner).__name__ in ("module", "PyCapsule"))
+
+
+def asks_for_offset(function: Any) -> bool:
+    """Whether a function tells where a tensor begins in its memory, which differs between slices."""
+    owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
+    return getattr(function, "__name__", "") == "storage_offset" and issubclass(owner, torch._C.TensorBase)
+
+
 def _is_torch_function(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     is_of_torch = isinstance(function, types.BuiltinFunctionType) and function.__module__ == "torch"
@@ -162,7 +216,7 @@ def classify(function: Any) -> CallClass:
     """How to treat the arguments of a call of this object, which may run no Python code."""
     if can_follow(function):
         return CallClass.FOLLOW
-    if is_impure(function) or function is next or reads_generator(function):
+    if is_impure(function) or function is next or reads_generator(function) or asks_for_offset(function):
         return CallClass.TOLD
     if isinstance(function, _TOLD_TYPES) or _is_in(function, _TOLD):
         return CallClass.TOLD
@@ -171,6 +225,8 @@ def classify(function: Any) -> CallClass:
             return found
     if function is type:
         return CallClass.TYPE_OF
+    if tells_state(function):
+        return CallClass.TOLD
     if getattr(function, "__name__", "") in ("__instancecheck__", "__subclasscheck__", "__get__", "__hash__"):
         return CallClass.IGNORE
     owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)

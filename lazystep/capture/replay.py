@@ -178,7 +178,8 @@ class Replay:
         self.known = call.program.known
         self.variant = call.program.variant
         self._program = self.variant.executable.program
-        self._types = [self._program.values[value].type for value in self._program.inputs]
+        # At offset zero: inputs may begin anywhere in their memory.
+        self._types = [self._program.values[value].type.at(0) for value in self._program.inputs]
         self._expressions: list[Expression] = []
         places = self._bind_inputs(earlier, call)
         self._find_scalars(earlier, call)
@@ -243,6 +244,12 @@ class Replay:
                     self._fresh.append((position, constant.clone))
                     lasting.pop()
         self._pattern = self._memory_pattern(lasting)
+        # Arguments whose place in memory the step has asked for.
+        self._exact = [
+            (number, handle.type)
+            for number, leaf in enumerate(call.leaves)
+            if (handle := find_handle(leaf)) is not None and handle.memory in call.witness.placed
+        ]
         return found
 
     def _find_positions(self, places: Mapping[int, Place]) -> None:
@@ -273,6 +280,11 @@ class Replay:
         assert call.program is not None
         before, now = earlier.constants.get(position), call.constants.get(position)
         user = self._program.user_of(self._program.inputs[position])
+        if self._program.inputs[position] not in {v for i in self._program.instructions for v in i.reads()}:
+            raise NotReplayableError(
+                "an op takes a place in the memory of a slice, such as as_strided with an offset, or resizes "
+                "it, or looks at it as elements of another size; give the step a tensor of its own: x.clone()"
+            )
         if earlier.program is not None and earlier.program.inputs[position] == call.program.inputs[position]:
             raise NotReplayableError(
                 f"the tensor taken by {user} is kept where lazystep can't see it; make it an argument of the "
@@ -293,13 +305,22 @@ class Replay:
         is_output = any(self._program.values[value].storage == storage for value in self.variant.outputs)
         return not is_output and storage not in self.variant.executable.written_storages
 
-    def _memory_pattern(self, handles: Sequence[Handle]) -> list[int]:
-        """A number per input, equal for inputs that share memory; an empty list if none do."""
+    def _memory_pattern(self, handles: Sequence[Handle]) -> list[tuple[int, Any]]:
+        """For each input the first that shares its memory, and how far it is from that one, in bytes.
+
+        An empty list if no inputs share memory. Elements of different sizes are told by their place.
+        """
         memories = [handle.memory for handle in handles]
         if len(set(memories)) == len(memories):
             return []
         first: dict[Memory, int] = {}
-        return [first.setdefault(memory, len(first)) for memory in memories]
+        pattern = []
+        for number, (memory, handle) in enumerate(zip(memories, handles, strict=True)):
+            one = handles[first.setdefault(memory, number)]
+            sizes = handle.type.dtype.itemsize, one.type.dtype.itemsize
+            places = handle.type.offset * sizes[0], one.type.offset * sizes[1]
+            pattern.append((first[memory], places[0] - places[1] if sizes[0] == sizes[1] else places))
+        return pattern
 
     def _find_scalars(self, earlier: RecordedCall, call: RecordedCall) -> None:
         """Check that every scalar is the same in both calls, or computed from traced numbers."""
@@ -571,12 +592,16 @@ class Replay:
             return None  # a place holds no lazy tensor, or one of another type
         for position, number in self._arguments:
             handles[position] = find_handle(leaves[number])
+        for number, type_ in self._exact:
+            handle = find_handle(leaves[number])
+            if handle is None or handle.type is not type_:
+                return None
         for position, number in self._twins:
             if find_handle(values[number]) != handles[position]:
                 return None
         if not (is_same_state and self._arguments_are_apart(handles)):
             types = zip(handles, self._types, strict=True)
-            if any(handle is not None and handle.type is not type_ for handle, type_ in types):
+            if any(handle is not None and handle.type.at(0) is not type_ for handle, type_ in types):
                 return None
             if self._memory_pattern([h for h in handles if h is not None]) != self._pattern:
                 return None

@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..record.handle import Memory
 from ..record.source import is_ours, user_line
+from ..record.tensor import find_handle
 from . import _witness, c_calls
 from ._places import is_same
 from .places import MISSING, Kind, Place, Places
@@ -75,6 +77,9 @@ class Witness:
         self.shallow: set[Place] = set()  # of other packages: compared by identity
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}  # that were met, by id
         self.generators: dict[int, Any] = {}
+        self.placed: set[Memory] = set()  # of lazy tensors whose `storage_offset` was asked for
+        # Functions in C that tell a state, with their arguments, and what they have told.
+        self.told: dict[tuple[Any, tuple[Any, ...]], Any] = {}
         self.caches: dict[int, Any] = {}  # functions with `functools.lru_cache`
         self.numbers_stored: list[tuple[int, Any, Any]] = []  # where traced numbers were put
         self.reason = ""  # why the call can't be captured
@@ -247,6 +252,17 @@ class Witness:
             for name in names:
                 self._read_whole_attribute(value, name)
 
+    def copied(self, tensor: torch.Tensor) -> None:
+        """All attributes that the user has set on a tensor are read."""
+        if not _witness.is_outside(tensor):
+            return
+        known = self.tensors.get(id(tensor))
+        place = self.places.at(tensor if known is None else known[1], "__dict__", Kind.ATTRIBUTE)
+        self._note(place)
+        self.structures[place] = None
+        for name in tensor.__dict__:
+            self._read_whole_attribute(tensor, name)
+
     def moved(self, value: Any) -> None:
         """C code looks at an object or passes it on: what is in it matters if it is a container or array."""
         if isinstance(
@@ -315,6 +331,11 @@ class Witness:
         if function is vars:
             if args and isinstance(args[0], type) and _witness.is_outside(args[0]):
                 self._whole_class(args[0])
+        elif c_calls.asks_for_offset(function):
+            tensor = args[0] if args else getattr(function, "__self__", None)
+            handle = find_handle(tensor)
+            if handle is not None:
+                self.placed.add(handle.memory)
         elif c_calls.reads_generator(function):
             frame = sys._getframe(2)
             if self.code_kind(frame.f_code, frame.f_globals) == _USERS:
@@ -327,6 +348,9 @@ class Witness:
                 f"it calls {c_calls.name_of(function)} at {user_line(2)}, and a replay would not; call it "
                 "outside and pass what it returns as an argument"
             )
+        elif c_calls.tells_state(function):
+            if self._is_called_by_the_user(sys._getframe(2), args) and (function, args) not in self.told:
+                self.told[function, args] = function(*args)
         elif c_calls.is_calling(function):
             if any(
                 callable(arg) and not isinstance(arg, (types.FunctionType, types.MethodType)) for arg in args
@@ -349,6 +373,20 @@ class Witness:
             self._note(self.places.at(args[0], None, Kind.CONTEXT, repr(args[0].name)))
             if len(args) > 1 and function.__name__ == "set":
                 self.writes[self.places.at(args[0], None, Kind.CONTEXT)] = None
+
+    def called_with_nothing(self, function: Any) -> None:
+        """A function in C is called without arguments: it may return a state that nothing else tells."""
+        frame = sys._getframe(1)
+        if c_calls.may_tell_state(function) and self._is_called_by_the_user(frame, ()):
+            self.refuse(
+                f"it calls {c_calls.name_of(function)} at {user_line(1)}, a function in C that is given "
+                "nothing: what it returns may change; call it outside and pass what it returns as an argument"
+            )
+
+    def _is_called_by_the_user(self, frame: types.FrameType, args: tuple[Any, ...]) -> bool:
+        """Whether code that is neither torch's nor ours calls a function, with plain values."""
+        is_torch = frame.f_code.co_filename.startswith(_TORCH)
+        return not is_torch and not is_ours(frame.f_code) and all(map(is_simple, args))
 
     def pin(self, number: Any) -> Any:
         """C code takes a traced number: the plain one."""

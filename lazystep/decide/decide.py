@@ -113,6 +113,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         kwargs=template_kwargs,
         scalar_types=tuple(template.scalar_types),
         writes=tuple(facts.written_operands(args, kwargs)),
+        offsets=tuple(operand.type.offset for operand in operands),
     )
     if is_cheap(facts.work, operands):
         with contextlib.suppress(NotImplementedError):  # results of another kind: inference says which

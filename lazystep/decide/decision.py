@@ -69,6 +69,8 @@ class Decision:
     structure: str = "one"  # "one", "tuple" or "list": how the op returns its results
     writes: tuple[int, ...] = ()
     rebinds: tuple[Rebind, ...] = ()
+    # Of its operands when it was made. A result in the memory of an operand moves with that operand.
+    offsets: tuple[int, ...] = ()
     # The numbers that each data type of the call can hold. See [Note: numbers] in record/src/decision.h.
     range: tuple[float, float] = (-math.inf, math.inf)
     # Whether the op has run on zeros or ones with some numbers.

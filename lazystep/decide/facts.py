@@ -17,6 +17,7 @@ class OpFacts:
         "float_literals",
         "func",
         "has_out",
+        "is_absolute",
         "is_composite",
         "is_quantizing",
         "is_random",
@@ -47,6 +48,8 @@ class OpFacts:
         self.float_literals = packet in ("arange", "range")
         # The result depends on the size of the memory behind the tensor.
         self.needs_nbytes = packet in ("as_strided", "as_strided_", "resize_", "resize", "set_", "set")
+        # The result depends on the tensor's offset there: see [Note: offsets] in record/src/recorder.h.
+        self.is_absolute = self.needs_nbytes or self.has_out or packet.startswith("as_strided")
         # Inference knows nothing of quantized tensors. Fake quantization makes floats.
         self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
         self.is_composite = is_composite(func) is True

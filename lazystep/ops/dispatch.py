@@ -7,7 +7,7 @@ tensors of other devices (`run_handler`), and for the user's line of a new instr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,15 @@ from ..config import settings
 from ..decide.decide import check_numbers, decide
 from ..decide.decision import Action, Decision, Operand
 from ..decide.facts import OpFacts
+from ..decide.stand_ins import call, make_all
+from ..eager import serial_dispatch
 from ..errors import UnsupportedError
 from ..program.own_ops import HISTC_OF_INTEGERS
 from ..program.program import Source
+from ..program.types import TensorType
 from ..record import _recorder
 from ..record._recorder import Mode
+from ..record.handle import Handle
 from ..record.recorder import Recorder
 from ..record.source import user_line, user_source
 from ..record.tensor import find_handle, is_lazy
@@ -64,13 +68,14 @@ class OpDispatch:
             facts = self._facts[func] = OpFacts(func)
         return facts
 
-    def traits(self, func: Any) -> tuple[Mode, list[bool], bool, bool, bool]:
+    def traits(self, func: Any) -> tuple[Mode, list[bool], bool, bool, bool, bool]:
         """See `Dispatch.traits`."""
         facts = self.facts_of(func)
         has_handler = func in HANDLERS or func in COMPOSITES or facts.is_composite
         mode = _MODES.get(func, Mode.HANDLER if has_handler else Mode.RECORD)
         takes_number = [i in facts.number_positions for i in range(len(func._schema.arguments))]
-        return mode, takes_number, facts.float_literals, bool(facts.writes), facts.needs_nbytes
+        is_writing, needs_nbytes = bool(facts.writes), facts.needs_nbytes
+        return mode, takes_number, facts.float_literals, is_writing, needs_nbytes, facts.is_absolute
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """See `Dispatch.decide`. Raises eager's error, with the op and the user's line in a note."""
@@ -79,7 +84,7 @@ class OpDispatch:
         facts = self.facts_of(func)
         with _operands_of(facts, args, kwargs) as (taken, taken_kwargs):
             if facts.has_out:
-                return _decide_out(facts, taken, taken_kwargs)
+                return _decide_out(facts, taken, taken_kwargs, list(_lazy_in([*args, *kwargs.values()])))
             return decide(facts, taken, taken_kwargs)
 
     def check_numbers(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,7 +168,7 @@ def _operands_of(
         args = args[:2]  # there is nothing to block on
     elif facts.func is _aten._to_copy.default:
         kwargs.pop("non_blocking", None)
-    to_operand = _Operands(bool(facts.writes), [*args, *kwargs.values()])
+    to_operand = _Operands(facts, [*args, *kwargs.values()])
     taken = tuple(map(to_operand, args))
     taken_kwargs = {name: to_operand(arg) for name, arg in kwargs.items()}
     try:
@@ -196,12 +201,16 @@ def stale_view(what: Any, which: str) -> UnsupportedError:
     )
 
 
-def _decide_out(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+def _decide_out(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+) -> Decision:
     """Decide about an op with `out=`. Refuses a result of another shape in memory that an input shares.
 
-    Whether eager then resizes the input, too, depends on whether both are one object, which no program tells.
+    Whether eager then resizes the input, too, or raises an error, depends on whether both are one object,
+    which no program tells. `tensors`: the operands, which do.
     """
-    groups = [operand.group for operand in _operands_in([*args, *kwargs.values()])]
+    operands = list(_operands_in([*args, *kwargs.values()]))
+    groups = [operand.group for operand in operands]
     is_shared = [group >= 0 and groups.count(group) > 1 for group in groups]
     error: Exception | None = None
     try:
@@ -212,11 +221,24 @@ def _decide_out(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if "single memory location" not in str(caught) or not any(is_shared):
             raise
         error = caught
+    stand_ins = make_all(operands, torch.zeros)
+    first: dict[int, torch.Tensor] = {}
+    same = [first.setdefault(id(t), stand_in) for t, stand_in in zip(tensors, stand_ins, strict=True)]
+    with serial_dispatch():
+        call(facts.func, same, args, kwargs)  # raises what eager raises
     raise UnsupportedError(
         f"{facts.name} at {user_line()}: the tensor of out= shares its memory with an input, and it has "
         "another shape than the result or overlaps with a part of the input. Use a tensor of its own for "
         "out=, or none."
     ) from error
+
+
+def _lazy_in(args: Any) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if is_lazy(arg):
+            yield arg
+        elif type(arg) in (list, tuple):
+            yield from _lazy_in(arg)
 
 
 def _operands_in(args: Any) -> Iterator[Operand]:
@@ -228,19 +250,46 @@ def _operands_in(args: Any) -> Iterator[Operand]:
 
 
 class _Operands:
-    """Replaces lazy tensors by `Operand`s, numbered by the memory that they share if the op writes."""
+    """Replaces lazy tensors by `Operand`s, numbered by the memory that they share if the op writes.
 
-    def __init__(self, writes: bool, args: list[Any]) -> None:
+    An operand is given at offset zero, those that share memory as seen from the first of them in memory, as
+    in the key of the call. See [Note: offsets] in record/src/recorder.h.
+    """
+
+    def __init__(self, facts: OpFacts, args: list[Any]) -> None:
         leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        memories = [h.memory for leaf in leaves if (h := find_handle(leaf)) is not None]
-        is_shared = writes and len(set(memories)) < len(memories)
-        self._groups = iter([memories.index(m) for m in memories] if is_shared else [-1] * len(memories))
+        handles = [handle for leaf in leaves if (handle := find_handle(leaf)) is not None]
+        memories = [handle.memory for handle in handles]
+        is_shared = bool(facts.writes) and len(set(memories)) < len(memories)
+        groups = [memories.index(memory) for memory in memories] if is_shared else [-1] * len(memories)
+        self._operands = iter(
+            [
+                Operand(type_, memory.nbytes, group)
+                for type_, memory, group in zip(
+                    _types_of(facts, handles, groups), memories, groups, strict=True
+                )
+            ]
+        )
 
     def __call__(self, arg: Any) -> Any:
-        handle = find_handle(arg)
-        if handle is not None:
-            return Operand(handle.type, handle.memory.nbytes, next(self._groups))
+        if find_handle(arg) is not None:
+            return next(self._operands)
         return [self(a) for a in arg] if type(arg) in (list, tuple) else arg
+
+
+def _types_of(facts: OpFacts, handles: Sequence[Handle], groups: Sequence[int]) -> list[TensorType]:
+    types = [handle.type for handle in handles]
+    if facts.is_absolute:
+        return types
+    found = []
+    for type_, group in zip(types, groups, strict=True):
+        least = type_.offset
+        for other, other_group in zip(types, groups, strict=True):
+            if group >= 0 and group == other_group:
+                is_alike = other.dtype.itemsize == type_.dtype.itemsize
+                least = min(least, other.offset if is_alike else 0)
+        found.append(type_.at(type_.offset - least))
+    return found
 
 
 def _is_integral(dtype: torch.dtype) -> bool:

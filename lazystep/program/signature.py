@@ -4,8 +4,8 @@ A library takes tensors and knows nothing of storages. So the signature says for
 tensor is passed, and for each output where to find it after the run:
 
 - If one dense input covers a storage, this input is passed. A storage with several views, or with a view that
-  has gaps, is passed once, as a flat tensor, and the library takes the views inside. So overlapping views
-  are right by construction.
+  has gaps, is passed once, as a flat tensor that holds all views, and the library takes the views inside. So
+  overlapping views are right by construction.
 - An output in an input storage is not returned: the library has written the storage, and the output is a
   view of it. If several outputs share a new storage, the first value of that storage is returned, once.
 - Scalars that may vary are passed in two vectors, one of float64 and one of int64. The other scalars are
@@ -32,7 +32,7 @@ class NotCallableError(ValueError):
 
 
 class Argument(NamedTuple):
-    """A tensor that is passed: an input as it is, or the input's whole storage as a flat tensor."""
+    """A tensor that is passed: an input as it is, or a flat tensor from the start of its storage."""
 
     position: int  # among the program's inputs
     type: TensorType
@@ -123,14 +123,15 @@ def _arguments(program: Program, used: set[int]) -> tuple[Argument, ...]:
     arguments = []
     for storage, inputs in views.items():
         position, type_ = inputs[0]
-        nbytes = program.storages[storage].nbytes
         if len(inputs) == 1 and type_.offset == 0 and _is_dense(type_):
             arguments.append(Argument(position, type_, storage, False))
             continue
-        if any(t.dtype != type_.dtype for _, t in inputs) or nbytes % type_.dtype.itemsize:
+        if any(t.dtype != type_.dtype for _, t in inputs):
             user = program.user_of(program.inputs[position])
             raise NotCallableError(f"the memory of the tensor taken by {user} is seen as several data types")
-        size = (nbytes // type_.dtype.itemsize,)
+        # As much as is seen: an input may lie at the end of a memory that is larger than what is behind it.
+        nbytes = max(value.type.extent for value in program.values.values() if value.storage == storage)
+        size = (-(-nbytes // type_.dtype.itemsize),)
         arguments.append(Argument(position, tensor_type(type_.dtype, size, (1,)), storage, True))
     return tuple(arguments)
 

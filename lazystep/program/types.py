@@ -63,6 +63,15 @@ class TensorType:
 
     __repr__ = __str__
 
+    def at(
+        self, offset: int, shape: tuple[int, ...] | None = None, stride: tuple[int, ...] | None = None
+    ) -> TensorType:
+        """The type like this one at another offset, or with another shape as well."""
+        if offset == self.offset and shape is None and stride is None:
+            return self
+        shape, stride = self.shape if shape is None else shape, self.stride if stride is None else stride
+        return tensor_type(self.dtype, shape, stride, offset, self.conj, self.neg, self.layout)
+
     @property
     def extent(self) -> int:
         """The bytes from the start of the storage to the end of this tensor's last element."""

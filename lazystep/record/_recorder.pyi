@@ -186,8 +186,9 @@ class Mode:
 class Dispatch(Protocol):
     """What the kernel asks of Python."""
 
-    def traits(self, func: Any) -> tuple[Mode, list[bool], bool, bool, bool]:
-        """The op's mode, which arguments take numbers, and `float_literals`, `writes`, `needs_nbytes`."""
+    def traits(self, func: Any) -> tuple[Mode, list[bool], bool, bool, bool, bool]:
+        """The op's mode, which arguments take numbers, and `float_literals`, `writes`, `needs_nbytes`,
+        `is_absolute`."""
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """What to do with a call whose key is new."""

@@ -12,7 +12,8 @@ from ..program.prune import prune
 from ..program.types import TensorType
 from ..program.verify import verify
 
-# An op is (decision, operand, ...), an input (type, storage number, size of the storage).
+# An op is (decision, operand, ...), an input (type at offset zero, storage number, size of the storage, bytes
+# from the first input in the storage to this one). See [Note: offsets] in src/recorder.h.
 Entry = tuple[Any, ...]
 
 
@@ -24,13 +25,19 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
     scalars: list[type] = []
     instructions: list[Instruction] = []
     index = 0
+    origins: dict[int, int] = {}
+    for entry in entries:
+        if type(entry[0]) is TensorType:
+            origins[entry[1]] = min(origins.get(entry[1], 0), entry[3])
     for entry, source in zip(entries, sources, strict=True):
         head = entry[0]
         if type(head) is TensorType:
-            _, number, nbytes = entry
+            _, number, nbytes, place_in_memory = entry
             if number == len(storages):
                 storages.append(Storage(nbytes, True))
-            values[index] = Value(head, number)
+            offset, odd_bytes = divmod(place_in_memory - origins[number], head.dtype.itemsize)
+            assert not odd_bytes, "views of different sizes of elements have an anchor"
+            values[index] = Value(head.at(offset), number)
             inputs.append(index)
             index += 1
             continue
@@ -46,8 +53,17 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
                 return ScalarRef(arg.slot + first_slot)
             return arg
 
-        def new_value(type_: TensorType, storage: int) -> int:
+        def new_value(
+            type_: TensorType,
+            storage: int,
+            alias: int,
+            decision: Decision = decision,
+            operands: tuple[int, ...] = operands,
+        ) -> int:
             nonlocal index
+            if alias >= 0:
+                shift = values[operands[alias]].type.offset - decision.offsets[alias]
+                type_ = type_.at(type_.offset + shift)
             values[index] = Value(type_, storage)
             index += 1
             return index - 1
@@ -67,13 +83,13 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
                 else:
                     storage = fresh[result.alias] = len(storages)
                     storages.append(Storage(result.nbytes, False))
-                results.append(new_value(result.type, storage))
+                results.append(new_value(result.type, storage, result.alias))
         rebinds = []
         for rebind in decision.rebinds:
             storage = values[operands[rebind.alias]].storage
             room = max(storages[storage].nbytes, rebind.nbytes)
             storages[storage] = storages[storage]._replace(nbytes=room)
-            rebinds.append((operands[rebind.operand], new_value(rebind.type, storage)))
+            rebinds.append((operands[rebind.operand], new_value(rebind.type, storage, rebind.alias)))
         instructions.append(
             Instruction(
                 op=decision.op,

@@ -228,3 +228,28 @@ def test_memory_that_is_filled_anew_right_after_the_call() -> None:
 
 def test_copy_of_the_argument_may_be_written() -> None:
     same(lambda x: x.clone().div_(255).sum(), lambda x: (x,), is_replayed=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*is recorded in each call")
+def test_gradient_of_a_cpu_argument_is_an_error_with_the_remedy() -> None:
+    """Inside, the argument is a copy, whose `.grad` is not the argument's."""
+    weight = torch.ones(3, device="lazy")
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        (x * weight).sum().backward()
+        return (x * 2).detach()
+
+    step = captured(body)
+    with pytest.raises(lazystep.UnsupportedError, match=r"gradient of argument 0, a CPU.*requires_grad_\(\)"):
+        step(torch.ones(3, requires_grad=True))
+    x = torch.ones(3).to("lazy").requires_grad_()
+    for number in range(4):
+        step(x)
+        assert x.grad is not None
+        assert x.grad.tolist() == [number + 1.0] * 3
+
+
+def test_cpu_argument_that_wants_a_gradient_and_gets_none_is_moved() -> None:
+    step = captured(lambda x: (x * 2).detach())
+    for number in range(4):
+        assert step(torch.full((2,), float(number), requires_grad=True)).tolist() == [2.0 * number] * 2

@@ -551,6 +551,13 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
     default:
         break;
     }
+    if (kind == SCAN && num_args == 0 && self == NULL && PyCFunction_Check(*callable)) {
+        PyObject *done = tell("called_with_nothing", Py_BuildValue("(O)", *callable));
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
     level->keeps = kind == SCAN || kind == SIZE; /* what methods return to C code, such as `__len__`, is a plain number */
     if (self != NULL && (kind == MOVE ? note_moved(self) : kind == PASS   ? note_passed(self)
                          : kind == SIZE ? note_sized(self)

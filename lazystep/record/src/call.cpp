@@ -45,6 +45,7 @@ size_t num_given(const OpTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
 
 bool Call::read(const OpTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
   size_t given = num_given(traits, arguments);
+  is_absolute_ = traits.is_absolute;
   for (size_t i = 0; i < arguments.size(); ++i) {
     bool is_positional = i < traits.num_positional;
     if (is_positional ? i >= given : is_default(traits.schema->arguments()[i], arguments[i])) {
@@ -152,7 +153,8 @@ bool Call::add_tensor(const at::Tensor& tensor, bool is_number, bool float_liter
     return true;
   }
   if (LazyImpl* lazy = as_lazy(tensor.unsafeGetTensorImpl())) {
-    key.push_back(reinterpret_cast<Word>(lazy->handle()->type.get()));
+    const Type* type = lazy->handle()->type.get();
+    key.push_back(reinterpret_cast<Word>(is_absolute_ ? type : type->at_zero()));
     operands.push_back(lazy);
     return true;
   }
@@ -199,6 +201,19 @@ void Call::add_shared_memory() {
   if (!is_shared) return;
   key.push_back(kGroups);
   key.append(groups.begin(), groups.end());
+  if (is_absolute_) return;
+  // What overlaps depends on where they are, as seen from each other.
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Type& type = *operands[i]->handle()->type;
+    int64_t least = type.offset;
+    for (size_t j = 0; j < operands.size(); ++j) {
+      if (groups[j] != groups[i]) continue;
+      const Type& other = *operands[j]->handle()->type;
+      bool is_alike = c10::elementSize(other.dtype) == c10::elementSize(type.dtype);
+      least = std::min(least, is_alike ? other.offset : 0);
+    }
+    key.push_back(static_cast<Word>(type.offset - least));
+  }
 }
 
 size_t Call::hash() const {
@@ -223,7 +238,9 @@ std::shared_ptr<const Line> Cache::find(const Call& call, size_t hash) {
 std::shared_ptr<const Line> Cache::add(const Call& call, size_t hash, PyObject* decision) {
   auto line = std::make_shared<Line>();
   line->key.assign(call.key.begin(), call.key.end());
-  for (LazyImpl* operand : call.operands) line->types.push_back(operand->handle()->type);
+  for (LazyImpl* operand : call.operands) {
+    line->types.push_back(operand->handle()->type);  // keeps the same type at offset zero, too
+  }
   line->python = PyRef::borrow(decision);
   auto action = py::handle(decision).attr("action").attr("value").cast<std::string>();
   if (action == "record") {

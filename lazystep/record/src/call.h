@@ -26,6 +26,7 @@ struct OpTraits {
   bool float_literals = false;     // the result's size depends on the numbers themselves
   bool is_writing = false;
   bool needs_nbytes = false;  // the decision depends on the size of the memory behind a tensor
+  bool is_absolute = false;   // and on the offset there
 };
 
 // How many of the positional arguments are given; and whether an argument is its default.
@@ -47,6 +48,8 @@ class Call {
   bool add_tensor(const at::Tensor& tensor, bool is_number, bool float_literals);
   void add_number(double number, bool is_literal);
   void add_shared_memory();
+
+  bool is_absolute_ = false;
 };
 
 // A decision and the key that it was made for.

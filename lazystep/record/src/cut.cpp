@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -49,11 +50,71 @@ Ptr<PyBox> box_of(const py::object& object) {
   return object.is_none() ? nullptr : c10::make_intrusive<PyBox>(object.ptr());
 }
 
+namespace {
+
+// What keeps the memory alive behind storages that begin in the middle of it.
+struct Middle {
+  at::Tensor whole;  // a tensor in the memory
+  int64_t origin;    // in bytes
+
+  static void drop(void* middle) { delete static_cast<Middle*>(middle); }
+};
+
+// The same elements, seen in another storage of the same memory.
+at::Tensor move_to(const at::Tensor& tensor, c10::Storage storage, int64_t offset) {
+  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(offset);
+  return at::Tensor(std::move(impl));
+}
+
+std::unordered_map<Memory*, int64_t> origins_of(const std::vector<Ptr<Handle>>& handles) {
+  std::unordered_map<Memory*, int64_t> origins;
+  for (const auto& handle : handles) {
+    int64_t offset = handle->type->byte_offset();
+    auto [found, is_new] = origins.emplace(handle->memory.get(), offset);
+    found->second = std::min(found->second, offset);
+  }
+  return origins;
+}
+
+bool has_offset(const std::vector<Ptr<Handle>>& handles) {
+  return std::any_of(handles.begin(), handles.end(), [](const auto& handle) { return handle->type->offset > 0; });
+}
+
+}  // namespace
+
 py::list Handles::tensors() const {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(handles.size());
+  for (const auto& handle : handles) {
+    TORCH_INTERNAL_ASSERT(handle->value().defined(), "an input of a run has neither a tensor nor an error");
+    tensors.push_back(handle->tensor);
+  }
+  if (has_offset(handles)) {
+    // See [Note: offsets] in recorder.h.
+    auto origins = origins_of(handles);
+    std::unordered_map<Memory*, c10::Storage> storages;
+    for (size_t i = 0; i < handles.size(); ++i) {
+      Memory* memory = handles[i]->memory.get();
+      int64_t origin = origins[memory];
+      if (origin == 0) continue;
+      const c10::Storage& whole = tensors[i].storage();
+      auto [found, is_new] = storages.try_emplace(memory);
+      if (is_new) {
+        auto* start = static_cast<char*>(whole.data_ptr().get()) + origin;
+        c10::DataPtr data(start, new Middle{tensors[i], origin}, &Middle::drop, c10::Device(c10::kCPU));
+        auto nbytes = static_cast<int64_t>(whole.nbytes()) - origin;
+        found->second = c10::make_intrusive<c10::StorageImpl>(
+            c10::StorageImpl::use_byte_size_t(), nbytes, std::move(data), nullptr, false);
+      }
+      int64_t itemsize = static_cast<int64_t>(tensors[i].itemsize());
+      tensors[i] = move_to(tensors[i], found->second, tensors[i].storage_offset() - origin / itemsize);
+    }
+  }
   py::list list(handles.size());
   for (size_t i = 0; i < handles.size(); ++i) {
-    TORCH_INTERNAL_ASSERT(handles[i]->tensor.defined(), "an input of a run has neither a tensor nor an error");
-    list[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(handles[i]->tensor));
+    list[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensors[i])));
   }
   return list;
 }
@@ -61,14 +122,22 @@ py::list Handles::tensors() const {
 void Handles::deliver(const py::list& tensors) const {
   TORCH_CHECK(tensors.size() == handles.size(), "a run has returned ", tensors.size(), " outputs");
   for (size_t i = 0; i < handles.size(); ++i) {
-    if (handles[i]) handles[i]->tensor = THPVariable_Unpack(py::object(tensors[i]).ptr());
+    if (!handles[i]) continue;
+    at::Tensor tensor = THPVariable_Unpack(py::object(tensors[i]).ptr());
+    const c10::DataPtr& data = tensor.storage().data_ptr();
+    if (data.get_deleter() == &Middle::drop) {  // a view of an input: other tensors are in the memory as a whole
+      const auto& [whole, origin] = *static_cast<Middle*>(data.get_context());
+      int64_t shift = origin / static_cast<int64_t>(tensor.itemsize());
+      tensor = move_to(tensor, whole.storage(), tensor.storage_offset() + shift);
+    }
+    handles[i]->tensor = std::move(tensor);
   }
 }
 
 std::vector<Ptr<Handle>> Handles::suspects() const {
   std::vector<Ptr<Handle>> found;
   for (const auto& handle : handles) {
-    if (handle->memory->has_error || !handle->tensor.defined()) found.push_back(handle);
+    if (handle->memory->has_error || !handle->value().defined()) found.push_back(handle);
   }
   return found;
 }
@@ -111,10 +180,17 @@ Binding::Binding(const Layout& layout, std::vector<Ptr<Handle>> handles)
   TORCH_CHECK(given.size() == layout.inputs.size(), "a program has ", layout.inputs.size(), " inputs");
   std::unordered_map<int64_t, Ptr<Memory>> memories;
   for (size_t i = 0; i < given.size(); ++i) memories[layout.inputs[i]] = given[i]->memory;
+  std::unordered_map<Memory*, int64_t> origins;
+  if (has_offset(given)) origins = origins_of(given);
   for (const auto& [type, number, nbytes] : layout.outputs) {
     Ptr<Memory>& memory = memories[number];
     if (!memory) memory = c10::make_intrusive<Memory>(nbytes);
-    outputs->handles.push_back(c10::make_intrusive<Handle>(type, memory));
+    auto origin = origins.find(memory.get());
+    Ptr<Type> there = type;
+    if (origin != origins.end() && origin->second > 0) {
+      there = type_at(*type, type->offset + origin->second / static_cast<int64_t>(c10::elementSize(type->dtype)));
+    }
+    outputs->handles.push_back(c10::make_intrusive<Handle>(std::move(there), memory));
   }
   for (int64_t number : layout.written) written->memories.emplace_back(number, memories.at(number));
 }

@@ -81,6 +81,7 @@ Ptr<Decision> decision_from_python(PyObject* python) {
     decision->rebinds.push_back(rebind.attr("operand").cast<int64_t>());
   }
   for (auto operand : object.attr("writes")) decision->writes.push_back(operand.cast<int64_t>());
+  decision->offsets = object.attr("offsets").cast<std::vector<int64_t>>();
   decision->range = object.attr("range").cast<std::pair<double, double>>();
   decision->num_numbers = py::len(object.attr("scalar_types"));
   decision->kinds = std::make_unique<std::atomic<uint8_t>[]>(decision->num_numbers);

@@ -35,6 +35,7 @@ struct Decision : c10::intrusive_ptr_target {
   std::vector<Result> results;
   std::vector<int64_t> rebinds;  // operands whose metadata the op changes
   std::vector<int64_t> writes;   // operands that the op writes
+  std::vector<int64_t> offsets;  // of its operands when it was made: see [Note: offsets] in recorder.h
   Structure structure = kOne;
   // [Note: numbers] Numbers are in no key, and an op may take some numbers and not others: 300 is no
   // int8, and an integer has no power of -1. So Python tries the op again (`check_numbers`) for a

@@ -47,19 +47,25 @@ Ptr<Type> type_from_python(PyObject* tensor_type) {
   type->offset = object.attr("offset").cast<int64_t>();
   for (auto size : object.attr("shape")) type->shape.push_back(size.cast<int64_t>());
   for (auto step : object.attr("stride")) type->stride.push_back(step.cast<int64_t>());
+  if (type->offset != 0) type->based = type_from_python(object.attr("at")(0).ptr());
   types()[tensor_type] = type.get();
   return type;
 }
 
-Ptr<Type> type_of(const at::Tensor& tensor) {
+namespace {
+
+// The type with these fields. `make` is called with the GIL for a type that nothing uses yet.
+template <typename Make>
+Ptr<Type> find_type(
+    at::ScalarType dtype, bool conj, bool neg, int64_t offset, c10::IntArrayRef shape, c10::IntArrayRef stride,
+    const Make& make) {
   static auto* mutex = new std::mutex;
   static auto* known = new std::unordered_map<std::string, c10::weak_intrusive_ptr<Type>>;
   static size_t sweep_at = 1024;
 
-  c10::SmallVector<int64_t, 16> words{
-      static_cast<int64_t>(tensor.scalar_type()), tensor.is_conj(), tensor.is_neg(), tensor.storage_offset()};
-  words.append(tensor.sizes().begin(), tensor.sizes().end());
-  words.append(tensor.strides().begin(), tensor.strides().end());
+  c10::SmallVector<int64_t, 16> words{static_cast<int64_t>(dtype), conj, neg, offset};
+  words.append(shape.begin(), shape.end());
+  words.append(stride.begin(), stride.end());
   std::string key(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
   {
     std::lock_guard lock(*mutex);
@@ -71,7 +77,7 @@ Ptr<Type> type_of(const at::Tensor& tensor) {
   Ptr<Type> type;
   {
     py::gil_scoped_acquire gil;
-    py::object python = py::module_::import("lazystep.program.types").attr("type_of")(tensor);
+    py::object python = make();
     type = type_from_python(python.ptr());
   }
   std::lock_guard lock(*mutex);
@@ -83,15 +89,45 @@ Ptr<Type> type_of(const at::Tensor& tensor) {
   return type;
 }
 
+py::tuple to_python(c10::IntArrayRef numbers) {
+  py::tuple tuple(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) tuple[i] = numbers[i];
+  return tuple;
+}
+
+}  // namespace
+
+Ptr<Type> type_of(const at::Tensor& tensor) {
+  return find_type(
+      tensor.scalar_type(), tensor.is_conj(), tensor.is_neg(), tensor.storage_offset(), tensor.sizes(),
+      tensor.strides(), [&] { return py::module_::import("lazystep.program.types").attr("type_of")(tensor); });
+}
+
+Ptr<Type> type_at(const Type& type, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset) {
+  return find_type(type.dtype, type.conj, type.neg, offset, shape, stride, [&] {
+    py::object like = py::reinterpret_borrow<py::object>(type.python.get());
+    return like.attr("at")(offset, to_python(shape), to_python(stride));
+  });
+}
+
 void Memory::release_resources() {
   StorageImpl::release_resources();
   PyRef dropped_error = std::move(error), dropped_snapshots = std::move(snapshots);
   run.reset();
 }
 
+const at::Tensor& Handle::value() {
+  if (!tensor.defined() && base && base->value().defined()) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    tensor = base->tensor.as_strided(type->shape, type->stride, type->offset);
+  }
+  return tensor;
+}
+
 void Handle::release_resources() {
   tensor.reset();
   run.reset();
+  base.reset();
   type.reset();
   memory.reset();
 }

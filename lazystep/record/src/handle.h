@@ -35,6 +35,11 @@ struct Type : c10::intrusive_ptr_target {
   int64_t offset = 0;
   c10::SmallVector<int64_t, 5> shape;
   c10::SmallVector<int64_t, 5> stride;
+  c10::intrusive_ptr<Type> based;  // the same at offset zero; null if this one is
+
+  // The same at offset zero.
+  const Type* at_zero() const { return based ? based.get() : this; }
+  int64_t byte_offset() const { return offset * static_cast<int64_t>(c10::elementSize(dtype)); }
 
   ~Type() override { forget(); }
   // Here, too: a thread that drops a weak reference under a lock may free the struct later.
@@ -49,6 +54,10 @@ Ptr<Type> type_from_python(PyObject* tensor_type);
 
 // The type of a real, strided tensor. Takes the GIL for a type that nothing uses yet.
 Ptr<Type> type_of(const at::Tensor& tensor);
+
+// A type like this one in another place of its memory, or with another shape. As above, any thread.
+Ptr<Type> type_at(const Type& type, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset);
+inline Ptr<Type> type_at(const Type& type, int64_t offset) { return type_at(type, type.shape, type.stride, offset); }
 
 // A Python object whose references can be copied without the GIL.
 struct PyBox : c10::intrusive_ptr_target {
@@ -74,6 +83,9 @@ struct Memory : c10::StorageImpl {
   RecordingId recording = 0;  // that uses it now, as its storage `number`
   int64_t number = -1;
   RecordingId writer = 0;  // that has recorded a write into it
+  // Of the inputs of that recording in this memory: the place of the first and the least, in bytes, and the size of
+  // an element of the first. See [Note: offsets] in recorder.h.
+  int64_t first_offset = 0, least_offset = 0, itemsize = 0;
   // Whether a tensor in this memory has got another shape in place. Any thread.
   std::atomic<bool> has_rebound{false};
   // Set when a failed step left it half updated. Read without the GIL, hence apart from the error.
@@ -103,6 +115,13 @@ struct Handle : c10::intrusive_ptr_target {
   // Under the GIL:
   at::Tensor tensor;
   Ptr<PyBox> run;  // the queued step that computes it; none for a value from the host
+  // Of a view that no instruction makes: the value that it is a view of. Set when it is made. See [Note: windows] in
+  // kernel.cpp.
+  c10::intrusive_ptr<Handle> base;
+
+  // The real tensor, undefined as long as it is not computed. A view gets it from its base. Needs the GIL.
+  const at::Tensor& value();
+  const Ptr<PyBox>& maker() const { return base ? base->run : run; }
 
   // The recording keeps a weak reference to what it made, and so the memory of this struct until
   // the barrier; what it points to must go when the last tensor does.

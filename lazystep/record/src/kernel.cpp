@@ -46,6 +46,7 @@ struct Site {
   py::object op;  // torch.ops.<namespace>.<name>.<overload>
   bool is_detach = false;  // no gradient flows through it, whatever view it is called on
   bool is_as_strided = false;
+  bool is_slice = false, is_select = false;
   bool has_out = false;
   bool is_foreach = false;  // writes lists of tensors, whose versions torch leaves to the device: see `bump_versions`
 };
@@ -61,11 +62,13 @@ void prepare(Site& site, const OperatorHandle& op) {
   site.op = ops.attr(name.name.substr(0, colons).c_str())
                 .attr(name.name.substr(colons + 2).c_str())
                 .attr(name.overload_name.empty() ? "default" : name.overload_name.c_str());
-  auto [mode, takes_number, float_literals, is_writing, needs_nbytes] =
-      python().traits(site.op).cast<std::tuple<Mode, std::vector<bool>, bool, bool, bool>>();
+  auto [mode, takes_number, float_literals, is_writing, needs_nbytes, is_absolute] =
+      python().traits(site.op).cast<std::tuple<Mode, std::vector<bool>, bool, bool, bool, bool>>();
   site.mode = mode;
   site.is_detach = name.name == "aten::detach";
   site.is_as_strided = name.name == "aten::as_strided";
+  site.is_slice = name.name == "aten::slice" && name.overload_name == "Tensor";
+  site.is_select = name.name == "aten::select" && name.overload_name == "int";
   site.is_foreach = is_writing && name.name.rfind("aten::_foreach_", 0) == 0;
   const auto& arguments = op.schema().arguments();
   size_t num_positional = arguments.size();
@@ -74,7 +77,7 @@ void prepare(Site& site, const OperatorHandle& op) {
     return a.alias_info() != nullptr && a.alias_info()->isWrite();
   });
   site.traits = {
-      &op.schema(), num_positional, std::move(takes_number), float_literals, is_writing, needs_nbytes};
+      &op.schema(), num_positional, std::move(takes_number), float_literals, is_writing, needs_nbytes, is_absolute};
   site.is_ready = true;
 }
 
@@ -247,14 +250,24 @@ void bump_versions(const Decision& decision, const Call& call) {
 
 // -- the hot path: no GIL ----------------------------------------------------------------------
 
+// The types of what a call makes: a view begins where its operand begins, and further by what the decision says.
+void find_types(const Decision& decision, const Call& call, c10::SmallVectorImpl<Ptr<Type>>& types) {
+  for (const auto& [type, alias, nbytes] : decision.made) {
+    int64_t shift = alias < 0 ? 0 : call.operands[alias]->handle()->type->offset - decision.offsets[alias];
+    types.push_back(shift == 0 ? type : type_at(*type, type->offset + shift));
+  }
+}
+
 Afterwards record(
-    const Ptr<Decision>& decision, const Call& call, size_t num_arguments, bool returns, bool has_out, Stack* stack) {
+    const Site& site, const Ptr<Decision>& decision, const Call& call, c10::ArrayRef<Ptr<Type>> types,
+    size_t num_arguments, bool returns, Stack* stack) {
+  const bool has_out = site.has_out;
   c10::SmallVector<Handle*, 8> operands;
   for (LazyImpl* operand : call.operands) operands.push_back(operand->handle().get());
   c10::SmallVector<Ptr<Handle>, 4> made;
   Afterwards afterwards;
   try {
-    afterwards = recorder().record(decision, operands, call.numbers, made);
+    afterwards = recorder().record(decision, operands, call.numbers, types, site.traits.is_absolute, made);
   } catch (const OperandError& error) {
     raise(error);
   }
@@ -297,6 +310,60 @@ void after_recording(const Afterwards& afterwards) {
   if (afterwards.is_full) call_python([] { python().on_full(); });
 }
 
+// [Note: windows] A slice of a value that is there already, or that a queued step makes, is taken without an
+// instruction: it becomes an input of what is recorded with it. So the place of a slice of a dataset is no part of a
+// program. The call of a captured step is told apart: there each input must have a place that a replay can read.
+// So is a value that wants a gradient, such as a parameter: its slices lie in memory that the step writes, and
+// a library is better off with one input there. Returns null for a call that has to be decided.
+Ptr<Type> window_type(const Site& site, const Type& type, c10::ArrayRef<IValue> values) {
+  auto rank = static_cast<int64_t>(type.shape.size());
+  if (rank == 0 || !type.is_strided || type.conj || type.neg || !values[1].isInt()) return nullptr;
+  int64_t dim = values[1].toInt();
+  if (dim < -rank || dim >= rank) return nullptr;
+  if (dim < 0) dim += rank;
+  c10::SmallVector<int64_t, 5> shape(type.shape), stride(type.stride);
+  int64_t size = shape[dim];
+  if (site.is_select) {  // select(self, dim, index)
+    if (!values[2].isInt()) return nullptr;
+    int64_t index = values[2].toInt();
+    if (index < -size || index >= size) return nullptr;
+    if (index < 0) index += size;
+    int64_t offset = type.offset + index * stride[dim];
+    shape.erase(shape.begin() + dim);
+    stride.erase(stride.begin() + dim);
+    return type_at(type, shape, stride, offset);
+  }
+  // slice(self, dim, start, end, step)
+  if (!values[4].isInt() || values[4].toInt() <= 0) return nullptr;
+  auto bound = [&](const IValue& value, int64_t missing) {
+    int64_t place = value.isInt() ? value.toInt() : missing;
+    if (place < 0) place += size;
+    return std::clamp<int64_t>(place, 0, size);
+  };
+  if (!(values[2].isInt() || values[2].isNone()) || !(values[3].isInt() || values[3].isNone())) return nullptr;
+  int64_t start = bound(values[2], 0), end = std::max(bound(values[3], size), start), step = values[4].toInt();
+  int64_t offset = type.offset + start * stride[dim];
+  shape[dim] = (end - start + step - 1) / step;
+  stride[dim] *= step;
+  return type_at(type, shape, stride, offset);
+}
+
+bool take_window(const Site& site, const Call& call, c10::ArrayRef<IValue> values, Stack* stack) {
+  LazyImpl& operand = *call.operands[0];
+  const Ptr<Handle>& whole = operand.handle();
+  if (operand.requires_grad() || recorder().index_in_current(*whole) >= 0) return false;
+  Ptr<Type> type = window_type(site, *whole->type, values);
+  if (!type) return false;
+  auto handle = c10::make_intrusive<Handle>(std::move(type), whole->memory);
+  handle->base = whole->base ? whole->base : whole;
+  whole->pristine = false;  // from now on the host may not fill it directly
+  size_t num_arguments = values.size();
+  at::Tensor window = make_view(std::move(handle), operand);
+  torch::jit::drop(*stack, num_arguments);
+  stack->emplace_back(std::move(window));
+  return true;
+}
+
 void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (is_refused) call_python([] { python().refuse(); });
   bool is_observed = recorder().observed.notice_op();
@@ -322,14 +389,18 @@ void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (site.mode == Mode::kOverwrite && call.operands[0]->handle()->memory->has_error) {
     return run_handler(site, op, values, stack);
   }
+  if ((site.is_slice || site.is_select) && !is_observed && take_window(site, call, values, stack)) return;
   size_t hash = call.hash();
   auto line = site.cache.find(call, hash);
   if (line == nullptr) line = decide(site, values, call, hash);
   if (line->action == Line::kRecord) {
     if (!line->decision->has_tried(call.numbers)) check_numbers(site, values, *line, call);
     if (site.is_foreach) bump_versions(*line->decision, call);
-    int64_t version = site.is_as_strided ? version_if_beside(*call.operands[0], *line->decision->made[0].type) : -1;
-    Afterwards afterwards = record(line->decision, call, num_arguments, !schema.returns().empty(), site.has_out, stack);
+    c10::SmallVector<Ptr<Type>, 4> types;
+    find_types(*line->decision, call, types);
+    int64_t version = site.is_as_strided ? version_if_beside(*call.operands[0], *types[0]) : -1;
+    Afterwards afterwards =
+        record(site, line->decision, call, types, num_arguments, !schema.returns().empty(), stack);
     if (version >= 0) as_lazy(stack->back().toTensor().unsafeGetTensorImpl())->note_view_of_memory(version);
     return after_recording(afterwards);
   }

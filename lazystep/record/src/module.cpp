@@ -127,12 +127,12 @@ void define_handles(py::module_& module) {
       .def_property_readonly("memory", [](const Handle& handle) { return handle.memory; })
       .def_property(
           "tensor",
-          [](const Handle& handle) -> py::object {
-            return handle.tensor.defined() ? py::cast(handle.tensor) : py::none();
+          [](Handle& handle) -> py::object {
+            return handle.value().defined() ? py::cast(handle.tensor) : py::none();
           },
           [](Handle& handle, const at::Tensor& tensor) { handle.tensor = tensor; })
       .def_property(
-          "run", [](const Handle& handle) { return none_if_null(handle.run); },
+          "run", [](const Handle& handle) { return none_if_null(handle.maker()); },
           [](Handle& handle, const py::object& run) { handle.run = box_of(run); })
       .def_property(
           "pristine", [](const Handle& handle) { return handle.pristine.load(); },

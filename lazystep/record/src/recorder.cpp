@@ -69,7 +69,7 @@ Recorder& recorder() {
 
 Afterwards Recorder::record(
     const Ptr<Decision>& decision, c10::ArrayRef<Handle*> operands, c10::ArrayRef<Number> numbers,
-    c10::SmallVectorImpl<Ptr<Handle>>& made) {
+    c10::ArrayRef<Ptr<Type>> types, bool is_absolute, c10::SmallVectorImpl<Ptr<Handle>>& made) {
   Ptr<KnownRecording> dropped;  // outlives the lock
   std::unique_lock lock(mutex);
   observed.notice_op();  // under the lock, so that no op between a cut and the next is missed
@@ -83,6 +83,11 @@ Afterwards Recorder::record(
   for (Handle* operand : operands) {
     words.push_back(operand->recording == recording.id ? operand->index : adopt(*operand));
   }
+  if (is_absolute) {
+    for (Handle* operand : operands) {
+      if (operand->memory->least_offset > 0) adopt_anchor(*operand);
+    }
+  }
   append(words, decision);
   recording.numbers.insert(recording.numbers.end(), numbers.begin(), numbers.end());
   for (int64_t operand : decision->writes) {
@@ -95,7 +100,8 @@ Afterwards Recorder::record(
   c10::SmallVector<Ptr<Memory>, 4> fresh;
   size_t num_new = decision->made.size() - decision->rebinds.size();
   for (size_t i = 0; i < decision->made.size(); ++i) {
-    const auto& [type, number, nbytes] = decision->made[i];
+    const auto& [base_type, number, nbytes] = decision->made[i];
+    const Ptr<Type>& type = types[i];
     Ptr<Memory> memory;
     if (number >= 0) {
       memory = operands[number]->memory;
@@ -106,6 +112,7 @@ Afterwards Recorder::record(
         fresh.push_back(c10::make_intrusive<Memory>(nbytes));
         fresh.back()->recording = fresh.back()->writer = recording.id;
         fresh.back()->number = recording.num_storages++;
+        fresh.back()->least_offset = 0;
       }
       memory = fresh[-1 - number];
     }
@@ -129,17 +136,36 @@ Afterwards Recorder::record(
 int64_t Recorder::adopt(Handle& handle) {
   Recording& recording = current_;
   Memory& memory = *handle.memory;
+  int64_t offset = handle.type->byte_offset();
+  auto itemsize = static_cast<int64_t>(c10::elementSize(handle.type->dtype));
   if (memory.recording != recording.id) {
     memory.recording = recording.id;
     memory.number = recording.num_storages++;
+    memory.first_offset = memory.least_offset = offset;
+    memory.itemsize = itemsize;
   }
-  Word words[] = {tagged(handle.type.get()), static_cast<Word>(memory.number), memory.nbytes()};
-  append(words, handle.type);
+  Word words[] = {
+      tagged(handle.type->at_zero()), static_cast<Word>(memory.number), memory.nbytes(),
+      static_cast<Word>(offset - memory.first_offset)};
+  append(words, handle.type->based ? handle.type->based : handle.type);
+  memory.least_offset = std::min(memory.least_offset, offset);
   recording.inputs.push_back(Ptr<Handle>::reclaim_copy(&handle));
   handle.pristine = false;
   handle.recording = recording.id;
   handle.is_made = false;
-  return handle.index = recording.num_values++;
+  handle.index = recording.num_values++;
+  if (memory.itemsize != itemsize && memory.least_offset > 0) adopt_anchor(handle);
+  return handle.index;
+}
+
+void Recorder::adopt_anchor(Handle& handle) {
+  // Of an input, whose tensor is there when the step runs.
+  auto& inputs = current_.inputs;
+  auto input = std::find_if(inputs.begin(), inputs.end(), [&](const auto& one) { return one->memory == handle.memory; });
+  const Ptr<Handle>& base = *input;
+  auto anchor = c10::make_intrusive<Handle>(base->type->based ? base->type->based : base->type, base->memory);
+  anchor->base = base->base ? base->base : base;
+  adopt(*anchor);
 }
 
 void Recorder::append(c10::ArrayRef<Word> words, const Ptr<c10::intrusive_ptr_target>& keep) {

@@ -1,8 +1,16 @@
 // The current recording, and the recordings that are known.
 //
 // A recording is a sequence of entries in words: an op is its decision and the indices of its
-// operands, an input is its type, the number of its storage and that storage's size. Entries hold
-// nothing that varies, so the words *are* the program's key.
+// operands, an input is its type, the number of its storage, that storage's size and its place there.
+// Entries hold nothing that varies, so the words *are* the program's key.
+//
+// [Note: offsets] Where an input begins in its memory is no part of a program: a step may take another slice of
+// a dataset each time. The type in the entry is the one at offset zero, and the place counts from the first input in
+// the same memory. In the program the input with the least offset begins its storage. A run gets tensors
+// that begin there (`Handles::tensors`). Ops are decided for operands at offset zero; a view gets the offset of
+// its operand on top. Two things need true offsets: ops that take an offset as an argument or resize
+// (`OpTraits::is_absolute`), and views of one memory whose elements differ in size. For these the recording takes the
+// start of the memory as another input, an *anchor*, so that the storage begins there.
 //
 // [Note: following] The recorder guesses the recording that comes next from the one that came last
 // time and compares each entry with the guess as it arrives. As long as they agree nothing is
@@ -107,10 +115,10 @@ class ObservedCall {
 
 class Recorder {
  public:
-  // Append an op. Fills `made` with its new values. Throws `OperandError`.
+  // Append an op. `types`: of its new values. Fills `made` with these. Throws `OperandError`.
   Afterwards record(
       const Ptr<Decision>& decision, c10::ArrayRef<Handle*> operands, c10::ArrayRef<Number> numbers,
-      c10::SmallVectorImpl<Ptr<Handle>>& made);
+      c10::ArrayRef<Ptr<Type>> types, bool is_absolute, c10::SmallVectorImpl<Ptr<Handle>>& made);
   void set_source(const Afterwards& where, const Ptr<PyBox>& source);
 
   size_t num_entries();
@@ -133,6 +141,7 @@ class Recorder {
  private:
   void append(c10::ArrayRef<Word> words, const Ptr<c10::intrusive_ptr_target>& keep);
   int64_t adopt(Handle& handle);
+  void adopt_anchor(Handle& handle);
 
   Recording current_{1, {}};
   RecordingId next_id_ = 2;
