@@ -9,13 +9,14 @@ else is compared, but for torch's modes and global hooks, which no code reads by
 from __future__ import annotations
 
 import enum
+import gc
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from ..record.tensor import HAS_HOOKS, find_handle, gradient_flags
-from ._places import Plan, dict_of_class
+from ._places import Plan, dict_of_class, is_same
 from .ambient import hooks_of_all, hooks_of_tensors, modes
 from .places import MISSING, Kind, Place
 from .surroundings import Found, Surroundings, TensorFacts, detail_of
@@ -109,8 +110,9 @@ class Guards:
         self._versions: list[tuple[int, Version]] = []  # of CPU tensors
         for place in witness.reads:
             self._add(place, place in witness.contents)
-        self._caches = [(cache, cache.cache_info()) for cache in witness.caches.values()]
-        self._is_lost = False
+        # The objects that are in caches, which are kept here: no other object has their ids.
+        self._caches = [(cache, _contents_of(cache)) for cache in witness.caches.values()]
+        self._told = list(witness.told.items())
         self._sort_rows()
         self._plan = Plan(self._rows)
         self._flag_bytes = bytes(self._flags)
@@ -244,17 +246,9 @@ class Guards:
         return (
             all(detail_of(values[position]) == contents for position, contents in self._buffers)
             and all(Version(values[position]) == version for position, version in self._versions)
-            and self._caches_hold()
+            and all(_contents_of(cache).keys() >= held.keys() for cache, held in self._caches)
+            and all(is_same(function(*args), value) for (function, args), value in self._told)
         )
-
-    def _caches_hold(self) -> bool:
-        """Whether the caches that the step has used hold what they held.
-
-        A cache that was cleared once is lost: what it holds now may have been computed from something else.
-        """
-        if not all(_has_kept(cache.cache_info(), info) for cache, info in self._caches):
-            self._is_lost = True
-        return not self._is_lost
 
     def types_of(self) -> list[Any]:
         """The types of the lazy tensors among the outputs, None for others, in their order."""
@@ -328,8 +322,16 @@ def _partition(tensors: list[Any]) -> list[int]:
     return [first.setdefault(id(tensor), len(first)) for tensor in tensors]
 
 
-def _has_kept(now: Any, before: Any) -> bool:
-    return now.hits >= before.hits and (now.misses, now.currsize) == (before.misses, before.currsize)
+def _contents_of(cache: Any) -> dict[int, Any]:
+    """The keys and results in a `functools.lru_cache`, by id.
+
+    A cache without a limit keeps them in a dict, and one with a limit in a list. The counts of `cache_info`
+    do not tell whether other code has cleared and filled it.
+    """
+    found: list[Any] = []
+    for part in gc.get_referents(cache):
+        found += part.values() if type(part) is dict else [part]
+    return {id(one): one for one in found}
 
 
 def _describe(place: Place, before: Found, check: Check) -> str:

@@ -250,6 +250,15 @@ class RecordedCall:
         """Forget the allocation of memory that the host has filled with values."""
         self.draws = [draw for draw in self.draws if draw.handle is not handle]
 
+    def on_attributes(self, tensor: torch.Tensor) -> None:
+        """Compare the attributes of a tensor that our own code reads, unseen by the witness."""
+        if self.is_witnessed:
+            self.witness.copied(tensor)
+
+    def on_address(self) -> None:
+        """Don't capture this call: arguments have another address each time."""
+        self._refuse(f"it asks for the address of a tensor at {user_line(2)}; do that outside")
+
     def on_closure(self, added: Added) -> None:
         """Keep an added closure, also one that its throttle skips this time."""
         self.added.append(added)

@@ -21,7 +21,7 @@ import torch
 from .. import metrics
 from ..eager import eager_dispatch
 from ..errors import UnsupportedError
-from ..record import _recorder
+from ..record import _recorder, observer
 from ..record.handle import Handle, Memory, PendingRun
 from ..record.recorder import Recorder
 from ..record.snapshot import Snapshot
@@ -38,6 +38,9 @@ _next_address = _FIRST_ADDRESS
 
 def address_of(memory: Memory) -> int:
     """The address that stands for a memory. No other memory ever gets it."""
+    watching = observer.current()
+    if watching is not None:
+        watching.on_address()
     global _next_address
     with _lock:
         if memory.address == 0:

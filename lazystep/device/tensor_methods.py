@@ -15,7 +15,7 @@ import torch
 from .. import metrics
 from ..errors import UnsupportedError
 from ..ops.sparse import wrap_any
-from ..record import _recorder
+from ..record import _recorder, observer
 from ..record.recorder import Recorder
 from ..record.source import user_line
 from ..record.tensor import DEVICE, handle_of, is_lazy
@@ -198,5 +198,8 @@ def _no_storage(name: str) -> UnsupportedError:
 
 def _user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that the user has set on a tensor, without those of the lazy device and of torch."""
+    watching = observer.current()
+    if watching is not None:
+        watching.on_attributes(tensor)
     ours = ("_handle", "_tensor_id", "_is_param")
     return {name: value for name, value in tensor.__dict__.items() if name not in ours}

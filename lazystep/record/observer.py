@@ -39,6 +39,12 @@ class StepObserver(Protocol):
     def on_host_copy(self, handle: Handle) -> None:
         """Fresh memory has been filled from the host: it is no draw any more."""
 
+    def on_attributes(self, tensor: torch.Tensor) -> None:
+        """Code of ours copies the attributes that the user has set on a tensor."""
+
+    def on_address(self) -> None:
+        """The address that stands for the memory of a tensor is asked for."""
+
     def on_closure(self, added: Any) -> None:
         """A closure was added to the step."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import types
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -346,20 +344,14 @@ def test_environment_variable_is_compared(monkeypatch: pytest.MonkeyPatch) -> No
     assert scaled.num_replayed >= 8, scaled.explain()
 
 
-@pytest.fixture
-def switch_interval() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("switch_interval")
 def test_audit_finds_what_python_does_differently() -> None:
-    scaled = lazystep.step(audit_every=4)(lambda x: (x * sys.getswitchinterval()).sum())  # out of sight
+    table = torch.ones(20_000, dtype=torch.float64)
+    array = table.numpy()  # out of sight: torch does not see what NumPy writes
+    scaled = lazystep.step(audit_every=4)(lambda x: (x * table[0].item()).sum())
     results = []
     with pytest.warns(lazystep.LazyStepWarning) as caught:
         for number in range(14):
-            sys.setswitchinterval(0.004 if number < 3 else 0.008)
+            array[0] = 0.004 if number < 3 else 0.008
             results.append(scaled(torch.ones(1, dtype=torch.float64)).item())
     (text,) = [str(one.message) for one in caught]
     assert "a number is 0.008, a replay would have used 0.004" in text
