@@ -3,7 +3,8 @@
 Counters change at barriers and reads, never once per op, so recording an op does not pay for them.
 Names are stable: `programs_recorded`, `programs_executed`, `cache_hits`, `cache_misses`,
 `instructions_recorded`, `instructions_executed`, `synchronizations`, `synchronizations:<reason>`,
-`automatic_barriers`, `random_draws`, `layout_repairs`, `steps_failed`, `overlap_backwards`,
+`automatic_barriers`, `random_draws`, `layout_repairs`, `steps_failed`, `steps_run_while_waiting`,
+`pools_given_back`, `overlap_backwards`,
 `overlap_parameters_updated`, and the seconds
 `seconds_recording`, `seconds_waiting`, `seconds_executing`.
 

@@ -41,7 +41,8 @@ class Runtime:
     def __init__(self) -> None:
         self.recorder: Recorder = Recorder(self)
         self.programs = ProgramCache()
-        self.executor = Executor()
+        # Inside an observed call the witness would take what a step does for what the call does.
+        self.executor = Executor(lambda: observer.current() is None)
         self.tiers = Tiers()
         self.history = History()
         self.num_steps = 0
@@ -123,7 +124,8 @@ class Runtime:
     def _submit(self, run: Run, source: Cut | Binding) -> None:
         """Tell handles which run computes them, and queue the run: both or neither."""
         source.commit(run)
-        release_pool()
+        if not self.executor.expects_wait:
+            release_pool()  # the executor needs one
         try:
             self.executor.submit(run)
         except BaseException as error:  # no memory for a thread, say: nothing may wait for this run

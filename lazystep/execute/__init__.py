@@ -1,4 +1,4 @@
 """Programs in, tensors out.
 
-Reading order: executable, reference, native, library, compare, run, executor, thread_choice, malloc.
+Reading order: executable, reference, native, library, compare, run, threads, executor, thread_choice, malloc.
 """

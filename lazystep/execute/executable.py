@@ -16,6 +16,8 @@ class Executable(Protocol):
     program: Program
     number: int  # of the program, in the order in which programs appeared
     tier: str  # of the last run: reference, native, or checked (both)
+    # Whether a thread that waits may run it. Only torch's own ops: others may block or know their thread.
+    runs_anywhere: bool
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         """Run once and return the outputs. Written inputs are updated in place.

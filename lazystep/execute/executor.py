@@ -1,23 +1,52 @@
-"""The executor: one thread that runs queued steps, first in, first out.
+"""The executor: one thread that runs queued steps, first in, first out, and gives way to a thread that waits.
 
-There is one thread because in-place updates are right only in order, and because only one thread may own an
-OpenMP pool. It starts with the first step and ends with the process, within a deadline.
+Steps run one at a time, because in-place updates are right only in order, and because two OpenMP pools slow
+each other down: see openmp.py. The thread starts with the first step and ends with the process, within a
+deadline.
+
+[Note: one pool]
+A thread that reads the results of each step wants to compute with them, and then a pool of its own. So:
+- The executor gives its pool back before it wakes the thread that waits for the last queued step, when such a
+  thread comes later, or when it has had nothing to do for a while. It does not do so between two steps.
+- While the executor has no pool, the thread that queued a step and waits for it runs it by itself, on its own
+  pool. If that thread has waited some times in a row, the executor leaves it a head start.
+- A thread that does not wait loses nothing: the executor runs its steps.
+
+A step that runs on the waiting thread equals one that runs on the executor thread: torch's thread-local state
+and its number of threads are the executor's, signals wait until the step is over, and failures are kept in
+the same list. A step may run there only if it can't block, so only if all its ops are torch's own:
+`wait_timeout` bounds a wait for another thread, not the computation of a step.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from .. import metrics, timeline
 from ..config import settings
 from ..errors import LazyStepError, WaitTimeoutError
-from ..openmp import release_pool
+from ..interrupts import undisturbed
+from ..openmp import are_barriers_sleeping, release_pool
 from .run import Run
+from .threads import ThreadState, current_state, make_bell
+
+# Seconds without a step after which the executor gives its pool back. Longer than a training thread needs to
+# record the next step of a small model.
+_POOL_PATIENCE = 0.02
+# Seconds that the executor leaves to a thread that is expected to wait for the step that it has queued.
+_HEAD_START = 0.005
+# A thread is expected to wait if it has done so this many times in a row. After a head start that was of no
+# use it takes twice as many, up to the second number.
+_NUM_WAITS, _MAX_NUM_WAITS = 2, 1024
+# A thread that waits may queue two steps before: a sync closure's computations are a program of their own.
+_MAX_UNREAD = 2
 
 
 class Executor:
@@ -27,13 +56,28 @@ class Executor:
     depends on it fails by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, may_run_here: Callable[[], bool] = lambda: True) -> None:
+        """`may_run_here`: whether the calling thread, which waits, may run a step by itself now."""
+        self._may_run_here = may_run_here
+        # Notified at the end of each step, for threads that wait. The executor thread sleeps at the bell.
         self._condition = threading.Condition()
+        self._bell = make_bell()
         self._queue: deque[Run] = deque()
         self._running: Run | None = None
+        self._runner = 0  # the thread that runs it, 0 for none
         self._failures: list[LazyStepError] = []
         self._thread: threading.Thread | None = None
         self._closed = False
+        # torch's state of the executor thread, in which another thread runs a step.
+        self._state: ThreadState | None = None
+        self._has_pool = False  # the executor thread has run a step since it gave its pool back
+        # The thread that has queued the last step, and how it goes about waiting.
+        self._submitter = 0
+        self._last_step = 0
+        self._num_unread = 0  # steps that it has queued since it last waited for all of them
+        self._num_awaited = 0  # how often in a row it has waited for all of them
+        self._num_needed = _NUM_WAITS
+        self._held_until = 0.0  # the executor leaves the one queued step to its submitter until then
 
     # -- the training thread's side ----------------------------------------------------------
 
@@ -54,24 +98,68 @@ class Executor:
         """
         with self._condition:
             if not self._closed:
-                self._queue.append(run)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="lazystep-executor", daemon=True)
-                    self._thread.start()
-                self._condition.notify_all()
+                    thread = threading.Thread(target=self._work, name="lazystep-executor", daemon=True)
+                    thread.start()
+                    self._thread = thread
+                self._num_unread += 1
+                if self._num_unread > _MAX_UNREAD:
+                    self._num_awaited = 0
+                self._submitter = threading.get_ident()
+                self._last_step = run.step
+                run.runner = self
+                if not self._queue:
+                    is_free = self._running is None and not self._has_pool
+                    head_start = _HEAD_START if is_free and self.expects_wait else 0.0
+                    self._held_until = time.monotonic() + head_start if head_start else 0.0
+                    self._bell.ring(head_start)
+                self._queue.append(run)
                 return
         failure = _execute(run)
         if failure is not None:
             with self._condition:
                 self._keep(failure)
 
+    @property
+    def expects_wait(self) -> bool:
+        """Whether the thread that has queued the last steps has waited for each, and keeps its pool."""
+        return self._num_awaited >= self._num_needed
+
     def wait_for_room(self) -> None:
         """Block until a step may be submitted, at most for the setting `wait_timeout`."""
+        self._wake_executor()
         self._wait(self.has_room, f"a place among {settings.max_in_flight} steps in flight")
 
     def wait_idle(self) -> None:
         """Block until every submitted step has ended, at most for the setting `wait_timeout`."""
-        self._wait(lambda: self.num_in_flight == 0, "queued steps")
+        self._wait(lambda: self.num_in_flight == 0, "queued steps", self._last_step)
+
+    def note_read(self, step: int) -> None:
+        """The calling thread needs this step: if it has queued it as the last one, it waits for all."""
+        if step == self._last_step and threading.get_ident() == self._submitter:
+            self._num_awaited += self._num_unread > 0
+            self._num_unread = 0
+            if self._has_pool and self._running is None:
+                self._bell.ring(0.0)  # it has ended already: now the executor gives its pool back
+
+    def run_up_to(self, run: Run) -> bool:
+        """Run queued steps on the calling thread, up to `run`, if that is better than to wait.
+
+        False if another thread runs the step, or will run it. See [Note: one pool]. Not bounded by the
+        setting `wait_timeout`, and a signal is handled when the step that runs is over.
+        """
+        if self._runner == threading.get_ident():
+            # Finalizers, for example, can come here. Waiting would be for ever.
+            raise LazyStepError(f"step {self._running_step()} can't wait for step {run.step} while it runs")
+        self._run_here(run.step)
+        return run.is_finished
+
+    def before_end(self) -> None:
+        """A step is about to end, which wakes waiting threads: give the pool back if one waits for all."""
+        here = threading.get_ident()
+        is_executor = self._thread is not None and here == self._runner == self._thread.ident
+        if is_executor and not self._queue and (self._num_unread == 0 or self.expects_wait):
+            self._give_pool_back()
 
     def take_failures(self) -> list[LazyStepError]:
         """The failures since the last call that no read has reported. Each failure is returned once."""
@@ -95,6 +183,7 @@ class Executor:
             self._closed = True
             dropped = [*([self._running] if self._running else []), *self._queue]
             self._queue.clear()
+            self._bell.ring(0.0)
             self._condition.notify_all()
             thread = self._thread
         for run in dropped:
@@ -103,16 +192,22 @@ class Executor:
             thread.join(max(deadline - time.monotonic(), 0.1) if not dropped else 0.1)
         return dropped
 
-    def _wait(self, condition: object, what: str) -> None:
-        assert callable(condition)
+    def _wait(self, condition: Callable[[], bool], what: str, last_step: int | None = None) -> None:
+        """Block until `condition()`. With `last_step`, run the steps up to it here if that is better."""
         if condition():
+            if last_step is not None:
+                self.note_read(last_step)
             return
-        if threading.current_thread() is self._thread:
-            raise LazyStepError(f"the executor thread can't wait for {what}: it would wait for itself")
-        release_pool()  # a waiting thread does not need its pool
+        if self._runner == threading.get_ident():
+            raise LazyStepError(f"a thread that runs a step can't wait for {what}: it would wait for itself")
         start = time.perf_counter()
-        with self._condition:
-            done = self._condition.wait_for(condition, settings.wait_timeout)
+        if last_step is not None:
+            self._run_here(last_step)
+        done = condition()
+        if not done:
+            release_pool()  # a waiting thread does not need its pool
+            with self._condition:
+                done = self._condition.wait_for(condition, settings.wait_timeout)
         end = time.perf_counter()
         metrics.add_seconds("waiting", end - start)
         if timeline.active is not None:
@@ -123,25 +218,113 @@ class Executor:
                 f"{self.num_in_flight} steps are still in flight"
             )
 
-    # -- the executor thread's side ----------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------
 
     def _work(self) -> None:
+        """The executor thread: run what is queued, sleep, and end when the executor is closed."""
+        self._state = current_state()
+        run: Run | None = None
         failure: LazyStepError | None = None
         while True:
             # One locked section for the end of a step and the start of the next. Between two sections, a
             # thread that waited for the first step would take the interpreter lock.
             with self._condition:
-                self._running = None
-                if failure is not None:
-                    self._keep(failure)
-                self._condition.notify_all()
-                while not self._queue and not self._closed:
-                    self._condition.wait()
-                if not self._queue:
+                if run is not None:
+                    self._end(failure)
+                run = self._take()
+                if run is None and self._closed:
                     return
-                run = self._running = self._queue.popleft()
+            if run is not None:
+                failure = _execute(run)
+            else:
+                is_awake = self._bell.wait(_POOL_PATIENCE if self._has_pool else None)
+                if not self._queue and (self._num_unread == 0 or not is_awake):
+                    self._give_pool_back()
+
+    def _run_here(self, step: int) -> None:
+        """Run queued steps up to the one with this number, as long as the calling thread may."""
+        if threading.get_ident() != self._submitter:
+            return
+        self.note_read(step)
+        is_allowed = settings.tier != "native" and sys.gettrace() is None and self._may_run_here()
+        try:
+            while is_allowed and self._running is None and not self._has_pool:
+                with undisturbed():
+                    with self._condition:
+                        run = self._take(up_to=step)
+                    if run is None:
+                        break
+                    assert self._state is not None
+                    metrics.count("steps_run_while_waiting")
+                    self._state.call(functools.partial(self._run_and_restore, run))
+                    del run
+        finally:
+            self._wake_executor()  # also after a signal, which is handled between two steps
+
+    def _wake_executor(self) -> None:
+        """End a head start: the calling thread does not run the queued steps."""
+        if self._queue:
+            self._held_until = 0.0
+            self._bell.ring(0.0)
+
+    def _take(self, up_to: int | None = None) -> Run | None:
+        """Begin the next step, as the executor thread or, with `up_to`, as a thread that waits for that step.
+
+        None if there is none, or it is another thread's turn. Needs the lock.
+        """
+        if self._running is not None or not self._queue:
+            return None
+        run = self._queue[0]
+        if up_to is None:
+            if self._held_until:
+                if time.monotonic() < self._held_until:
+                    return None
+                # The head start was of no use. It takes more waits until the next one.
+                self._num_needed = min(2 * self._num_needed, _MAX_NUM_WAITS)
+                self._num_awaited = 0
+            self._has_pool = True
+        else:
+            if self._has_pool or self._closed or self._state is None or run.step > up_to:
+                return None
+            if not run.executable.runs_anywhere:
+                return None
+            self._bell.stop()
+            if self._held_until:
+                self._num_needed = max(self._num_needed // 2, _NUM_WAITS)
+        self._held_until = 0.0
+        self._running = self._queue.popleft()
+        self._runner = threading.get_ident()
+        return run
+
+    def _end(self, failure: LazyStepError | None) -> None:
+        """End the running step: keep its failure and wake who waits. Needs the lock."""
+        self._running = None
+        self._runner = 0
+        if failure is not None:
+            self._keep(failure)
+        self._condition.notify_all()
+
+    def _run_and_restore(self, run: Run) -> None:
+        """Run a step on a thread that is not the executor's and has a number of threads of its own."""
+        before = torch.get_num_threads()
+        failure: LazyStepError | None = None
+        try:
             failure = _execute(run)
-            del run
+        finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
+            with self._condition:
+                self._end(failure)
+
+    def _give_pool_back(self) -> None:
+        if self._has_pool and not are_barriers_sleeping():
+            release_pool()
+            self._has_pool = False
+            metrics.count("pools_given_back")
+
+    def _running_step(self) -> int:
+        running = self._running
+        return running.step if running is not None else 0
 
 
 def _execute(run: Run) -> LazyStepError | None:

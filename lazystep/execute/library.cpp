@@ -1,14 +1,16 @@
-// A library that AOTInductor built, run without the interpreter lock.
+// A library that AOTInductor built, run without the interpreter lock; and the threads that run it.
 //
 // torch binds the same runner for Python, but its `run` keeps the lock until the step is over: the
 // training thread can't record the next step meanwhile, no closure runs, no data loader's thread.
-// Used by execute/library.py alone.
+// Used by execute/library.py and execute/threads.py alone.
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <string>
 #include <vector>
+
+#include "threads.h"
 
 namespace py = pybind11;
 
@@ -24,4 +26,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return runner.run(arguments);
           },
           py::arg("arguments"));
+  py::class_<lazystep::Bell>(module, "Bell", py::module_local())
+      .def(py::init<>())
+      .def("ring", &lazystep::Bell::ring, py::arg("delay"))
+      .def("stop", &lazystep::Bell::stop)
+      .def("wait", &lazystep::Bell::wait, py::arg("timeout"));
+  py::class_<at::ThreadLocalState>(module, "ThreadState", py::module_local())
+      .def(py::init<>())
+      .def("call", &lazystep::call_with, py::arg("function"));
 }

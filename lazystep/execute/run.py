@@ -42,6 +42,19 @@ class RunMemory(Protocol):
         """The run has failed; the instructions before `position` have run."""
 
 
+class Runner(Protocol):
+    """The executor that a run is queued at, as far as the run needs to know it."""
+
+    def run_up_to(self, run: Run) -> bool:
+        """Run queued steps here, up to `run`, if that is better than to wait. Whether `run` has ended."""
+
+    def note_read(self, step: int) -> None:
+        """The calling thread needs a step that has ended already."""
+
+    def before_end(self) -> None:
+        """The running step is about to end, which wakes the threads that wait for it."""
+
+
 class RunState(enum.Enum):
     """The life of a run."""
 
@@ -79,6 +92,7 @@ class Run:
         self._finished = threading.Lock()
         self._finished.acquire()
         self.is_finished = False
+        self.runner: Runner | None = None  # set when the run is queued
 
     def execute(self) -> LazyStepError | None:
         """Run on the calling thread. Returns a new failure; None also where an earlier one is the cause."""
@@ -115,10 +129,14 @@ class Run:
         self._fail(error, -1)
 
     def wait(self) -> None:
-        """Block until the run has ended. Bounded by the setting `wait_timeout`."""
+        """Block until the run has ended, or run it here: see [Note: one pool] in executor.py.
+
+        Waiting for another thread is bounded by the setting `wait_timeout`.
+        """
         if self.is_finished:
+            if self.runner is not None:
+                self.runner.note_read(self.step)
             return
-        release_pool()
         if timeline.active is None:
             self._wait()
             return
@@ -126,6 +144,9 @@ class Run:
             self._wait()
 
     def _wait(self) -> None:
+        if self.runner is not None and self.runner.run_up_to(self):
+            return
+        release_pool()
         deadline = time.monotonic() + settings.wait_timeout
         while not self.is_finished:
             if self._finished.acquire(timeout=min(1.0, max(deadline - time.monotonic(), 0.0))):
@@ -154,6 +175,8 @@ class Run:
         self._finish(RunState.FAILED)
 
     def _finish(self, state: RunState) -> None:
+        if self.runner is not None:
+            self.runner.before_end()
         self.state = state
         self._inputs = self._scalars = self._outputs = self._memory = None
         has_ended, self.is_finished = self.is_finished, True

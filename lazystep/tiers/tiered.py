@@ -84,6 +84,7 @@ class TieredExecutable:
         self.written_storages = tuple(program.storage_writes())
         self.number = 0
         self.tier = "reference"
+        self.runs_anywhere = not _first_foreign_op(program)
         self.num_runs = 0
         self.num_native_runs = 0
         self.specializations: dict[tuple[object, ...], Specialization] = {}

@@ -69,11 +69,12 @@ def test_every_part_of_a_step_is_there_on_its_thread(tmp_path: Path) -> None:
     events = read(tmp_path / "trace.json")
     steps = [event["args"]["step"] for event in of(events, "barrier")]
     assert len(steps) == 3
-    threads = {"recording": "MainThread", "barrier": "MainThread", "execution": "lazystep-executor"}
-    for category, thread in threads.items():
+    threads = {"recording": {"MainThread"}, "barrier": {"MainThread"}}
+    threads["execution"] = {"lazystep-executor", "MainThread"}  # the read may run a step by itself
+    for category, allowed in threads.items():
         found = of(events, category)
         assert [event["args"]["step"] for event in found] == steps, category
-        assert {thread_of(events, event) for event in found} == {thread}
+        assert {thread_of(events, event) for event in found} <= allowed
     assert [event["args"]["tier"] for event in of(events, "execution")] == ["reference"] * 3
     # SGD makes no state: one program, and its number is the one that `explain` prints.
     assert {event["args"]["program"] for event in of(events, "execution")} == {1}
