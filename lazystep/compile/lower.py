@@ -37,25 +37,39 @@ def lower(
     program: Program, signature: Signature, fixed: Mapping[int, Any]
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """The graph of the program, and fake example inputs for it."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = example_inputs(signature)
+    return trace(program, signature, fixed, inputs, mode), inputs
+
+
+def example_inputs(signature: Signature) -> list[torch.Tensor]:
+    """Tensors like those that the library takes. Call it under a fake tensor mode."""
+    types = [argument.type for argument in signature.arguments]
+    inputs = [torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype) for type_ in types]
+    if signature.floats:
+        inputs.append(torch.empty(len(signature.floats), dtype=torch.float64))
+    if signature.ints:
+        inputs.append(torch.empty(len(signature.ints), dtype=torch.int64))
+    return inputs
+
+
+def trace(
+    program: Program,
+    signature: Signature,
+    fixed: Mapping[int, Any],
+    inputs: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> torch.fx.GraphModule:
+    """The graph of the program on these fake inputs. Inputs behind those of the signature are not used."""
 
     def step(*flat: torch.Tensor) -> list[torch.Tensor]:
         return _Interpreter(program, signature, fixed, flat).run()
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        inputs = [_example(argument.type) for argument in signature.arguments]
-        if signature.floats:
-            inputs.append(torch.empty(len(signature.floats), dtype=torch.float64))
-        if signature.ints:
-            inputs.append(torch.empty(len(signature.ints), dtype=torch.int64))
     functional = torch.func.functionalize(step, remove="mutations")
     with mode, torch.no_grad():
         graph = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     _drop_aliases(graph)
-    return graph, inputs
-
-
-def _example(type_: TensorType) -> torch.Tensor:
-    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
+    return graph
 
 
 class _Interpreter:
@@ -112,7 +126,7 @@ class _Interpreter:
             if value is None or value in arguments:
                 continue
             declared, storage = self._program.values[value]
-            if tuple(tensor.shape) != declared.shape or tensor.dtype != declared.dtype:
+            if hints(tensor.shape) != declared.shape or tensor.dtype != declared.dtype:
                 raise TypeError(f"gives {list(tensor.shape)} {tensor.dtype}, recorded was {declared}")
             is_view = any(self._program.values[a].storage == storage for a in arguments)
             if not is_view:
@@ -135,6 +149,8 @@ class _Interpreter:
             return call_with_scalars(instruction, args, kwargs, self._program.values[results[0]].type.dtype)
         if instruction.op == "aten.native_batch_norm.default":
             return _batch_norm(*args)
+        if instruction.op == "aten.constant_pad_nd.default" and is_symbolic((*args[0].shape, *args[1])):
+            return _pad(*args, **kwargs)
         return resolve_op(instruction.op)(*args, **kwargs)
 
     def _fill(self, arg: Arg) -> Any:
@@ -166,17 +182,52 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest:
     return torch.ops.aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, *rest)
 
 
+def _pad(x: torch.Tensor, pads: Sequence[Any], value: Any = 0) -> torch.Tensor:
+    """`constant_pad_nd` with symbolic sizes, which torch's kernel does not take. Guards the pads' signs."""
+    for number in range(len(pads) // 2):
+        dim = x.dim() - 1 - number
+        before, after = pads[2 * number], pads[2 * number + 1]
+        start = -before if before < 0 else 0
+        end = x.shape[dim] + (after if after < 0 else 0)
+        parts = [x.narrow(dim, start, end - start)]
+        for where, size in ((0, before), (2, after)):
+            if size > 0:
+                shape = [size if d == dim else x.shape[d] for d in range(x.dim())]
+                parts.insert(where, x.new_full(shape, value))
+        x = torch.cat(parts, dim)
+    return x
+
+
 def _has_free(arg: Any) -> bool:
     return type(arg) is FreeScalar or (isinstance(arg, list) and any(_has_free(a) for a in arg))
 
 
+def hints(numbers: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes or strides as ints: symbolic ones as they are in the member that is traced, without a guard."""
+    return tuple(n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers)
+
+
+def is_symbolic(numbers: Sequence[Any]) -> bool:
+    """Whether one of the sizes or strides is symbolic. To compare it would add a guard."""
+    return any(isinstance(n, torch.SymInt) for n in numbers)
+
+
 def _with_strides(tensor: torch.Tensor, declared: TensorType) -> torch.Tensor:
     """The tensor in the recorded layout, copied if necessary: a later `view` or an output relies on it."""
-    strides = zip(declared.shape, tensor.stride(), declared.stride, strict=True)
-    if all(n == 1 or s == t for n, s, t in strides) or tensor.numel() == 0:
+    strides = zip(declared.shape, hints(tensor.stride()), declared.stride, strict=True)
+    if all(n == 1 or s == t for n, s, t in strides) or 0 in declared.shape:
         return tensor
-    copy = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype)
-    return copy.copy_(tensor)
+    if not is_symbolic(tensor.shape):
+        copy = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype)
+        return copy.copy_(tensor)
+    # With symbolic sizes the recorded strides say only the order of the dimensions.
+    order = sorted(range(tensor.dim()), key=lambda dim: (-declared.stride[dim], dim))
+    dense = 1
+    for dim in reversed(order):
+        if declared.shape[dim] != 1 and declared.stride[dim] != dense:
+            raise NotImplementedError(f"a result with gaps in its memory: {declared}")
+        dense *= declared.shape[dim]
+    return torch.empty_permuted(tensor.shape, order, dtype=declared.dtype).copy_(tensor)
 
 
 def _drop_aliases(graph: torch.fx.GraphModule) -> None:
