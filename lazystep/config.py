@@ -86,6 +86,9 @@ class Settings:
         _one_of("auto", "reference", "native"),
     )
     build_after: int = _setting(3, "A program is built when it has run this many times.", int, _positive)
+    families: bool = _setting(
+        True, "Build one library for programs that differ in sizes only.", _parse_flag, _any
+    )
     max_libraries: int = _setting(
         32, "Libraries loaded at once; programs beyond stay on the reference executable.", int, _positive
     )

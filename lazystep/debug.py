@@ -77,13 +77,15 @@ def last_program() -> Program | None:
 
 
 def explain() -> str:
-    """Explain as text which programs exist and why, on which tier each runs and why, and which lines wait.
+    """Explain as text which programs exist and why, on which tier each runs and why, which programs share a
+    library or why they share none, and which lines wait.
 
         print(lazystep.debug.explain())
 
     Does not synchronize: the counts include only steps that have already run.
     """
     rows = [explain_programs(runtime.remembered_programs())]
+    rows += runtime.tiers.families.describe()
     lines = metrics.synchronizations()
     if lines:
         rows.append("lines that wait for values:")

@@ -37,6 +37,7 @@ from lazystep.record.tensor import handle_of  # noqa: E402
 from lazystep.runtime import Runtime  # noqa: E402
 from lazystep.runtime import runtime as the_runtime  # noqa: E402
 from lazystep.tiers import tiered  # noqa: E402
+from lazystep.tiers.families import Families  # noqa: E402
 from lazystep.tiers.history import History  # noqa: E402
 
 # What `make fast` takes: some of every part, in a minute. A file, and which of its tests take too long:
@@ -49,6 +50,9 @@ FAST = {
     "record/test_semantics.py": "lstm",
     "record/test_storage.py": "trains",
     "program/test_program.py": "",
+    "family/test_fit.py": "",
+    "family/test_families.py": "",
+    "family/test_lowering.py": "gpt|bert|conv",
     "compile/test_cache.py": "built_anew|must_not_be_used|mid_run|killed_process",
     "execute/test_barrier.py": "thousand|garbage_collector",
     "execute/test_thread_choice.py": "",
@@ -101,6 +105,7 @@ def clean_device(runtime: Runtime) -> Iterator[None]:
     lazystep.metrics.reset()
     runtime.history = History()
     runtime.tiers.num_loaded = 0  # the limit is a process's, not a test session's
+    runtime.tiers.families = Families(runtime.tiers.builder)
     yield
     # A test that expects a background failure has to take it: none may leak into the next one.
     lazystep.mark_step(wait=True)

@@ -21,20 +21,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import metrics, timeline
 from ..config import settings
+from ..family.plan import Plan, region_from_data
 from ..notices import notice
 from ..program.program import Program
 from ..program.serialize import NotPlainError, to_json
 from .cache import CacheError, Library, LibraryCache, cache_directory
-from .key import NoCompilerError, environment, inductor_options, library_key
+from .key import NoCompilerError, environment, family_key, inductor_options, library_key
 
 COMMAND = (sys.executable, "-m", "lazystep.compile.worker")
 _MAX_CRASHES = 3
+# A family with more regions than this is none.
+MAX_FAMILY_LIBRARIES = 4
 _POLL_SECONDS = 0.2
 # Failures of the machine or its tools, about which the user can do something, so they are noticed. Other
 # reasons are properties of the program; `debug.explain` shows them.
@@ -51,12 +54,19 @@ class BuildError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A program to build, for these fixed scalars and threads. `deliver` is called on the build thread."""
+    """A program to build, for these fixed scalars and threads. `deliver` is called on the build thread.
+
+    `worth`: what the library would save, in seconds or any other unit that all requests share. The request
+    that is worth most is served first; one that is worth nothing any more is dropped, and nothing delivered.
+    `plan`: build a library for the whole family of the program.
+    """
 
     program: Program
     fixed: Mapping[int, Any]
     num_threads: int
     deliver: Callable[[Library | BuildError], None]
+    worth: Callable[[], float] = lambda: 1.0
+    plan: Plan | None = None
 
 
 class Builder:
@@ -113,10 +123,19 @@ class Builder:
         metrics.count("disk_hits" if library is not None else "disk_misses")
         return library
 
-    def mark_checked(self, library: Library) -> None:
-        """Remember on disk that this library agreed with the reference."""
+    def find_family(self, skeleton: str, num_threads: int) -> list[Library]:
+        """The libraries of a family that are on disk. Reads the disk; builds nothing."""
+        try:
+            cache = self._open_cache()
+            found = [self._look_up(cache, key) for key in _family_keys(skeleton, num_threads)]
+        except (NoCompilerError, CacheError, OSError, subprocess.SubprocessError):
+            return []  # a later build reports the reason
+        return [library for library in found if library is not None]
+
+    def mark_checked(self, library: Library, member: str = "") -> None:
+        """Remember on disk that this library agreed with the reference, for this member of its family."""
         if self._cache is not None:
-            self._cache.mark_checked(library.key)
+            self._cache.mark_checked(library.key, member)
 
     def close(self) -> None:
         """Stop building at once: kill the process and its compilers, and drop queued requests."""
@@ -140,7 +159,10 @@ class Builder:
                     self._condition.wait()
                 if self._closed:
                     return
-                request = self._current = self._queue.popleft()
+                request = self._current = self._take_next()
+                if request is None:
+                    self._condition.notify_all()
+                    continue
             result: Library | BuildError | None
             try:
                 result = self._serve(request)
@@ -168,27 +190,57 @@ class Builder:
                     self._condition.wait(_POLL_SECONDS)
             del request, result
 
+    def _take_next(self) -> Request | None:
+        """Take the request that is worth most from the queue, and drop those that are worth nothing now."""
+        worths = {request: request.worth() for request in self._queue}
+        pointless = [request for request, worth in worths.items() if worth <= 0]
+        for request in pointless:
+            self._queue.remove(request)
+            metrics.count("builds_dropped")
+        if not self._queue:
+            return None
+        best = max(self._queue, key=worths.__getitem__)  # the first of equals
+        self._queue.remove(best)
+        return best
+
     def _serve(self, request: Request) -> Library | None:
         """The library, found on disk or built. None if another process is building it now."""
         try:
             text = to_json(request.program)
-            key = library_key(text, request.fixed, request.num_threads)
+            keys = self._keys(request, text)
         except NotPlainError as error:
             raise BuildError("not_plain", f"a program with {error} can't be sent to the builder") from None
         except NoCompilerError as error:
             notice("no compiler", str(error))
             raise BuildError("no_compiler", str(error)) from None
         try:
-            cache = self._open_cache()
-            with cache.building(key) as may_build:
-                if not may_build:
-                    return None
-                return self._look_up(cache, key) or self._build(cache, request, text, key)
+            return self._find_or_build(self._open_cache(), request, text, keys)
         except CacheError as error:
             # The directory has become read-only, full or deleted since it was opened. Go on without it.
             self._use_own_directory(str(error))
-            cache = self._open_cache()
-            return self._build(cache, request, text, key)
+            return self._find_or_build(self._open_cache(), request, text, keys)
+
+    def _find_or_build(
+        self, cache: LibraryCache, request: Request, text: str, keys: Sequence[str]
+    ) -> Library | None:
+        for key in keys:
+            with cache.building(key) as may_build:
+                if not may_build:
+                    return None
+                library = self._look_up(cache, key)
+                if library is None:
+                    return self._build(cache, request, text, key)
+                if request.plan is None or _serves(library, request.plan):
+                    return library
+        raise BuildError(
+            "family", f"the family has {len(keys)} libraries already, and none is for this program"
+        )
+
+    def _keys(self, request: Request, text: str) -> list[str]:
+        """The keys under which the library may be: one, or those of all libraries of a family."""
+        if request.plan is None:
+            return [library_key(text, request.fixed, request.num_threads)]
+        return _family_keys(request.plan.key, request.num_threads)
 
     def _open_cache(self) -> LibraryCache:
         directory = self._own_directory or cache_directory()
@@ -242,6 +294,8 @@ class Builder:
                 "build_seconds": answer["seconds"],
                 "program": str(request.program),
             }
+            if request.plan is not None:
+                manifest["family"] = answer["family"]
             library = cache.publish(key, directory, manifest)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
@@ -264,6 +318,8 @@ class Builder:
             "options": inductor_options(request.num_threads),
             "directory": str(directory),
         }
+        if request.plan is not None:
+            question["family"] = request.plan.to_data()
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -342,6 +398,18 @@ class Builder:
             if pipe is not None:
                 with contextlib.suppress(OSError):  # the process never read a request
                     pipe.close()
+
+
+def _family_keys(skeleton: str, num_threads: int) -> list[str]:
+    return [family_key(skeleton, number, num_threads) for number in range(MAX_FAMILY_LIBRARIES)]
+
+
+def _serves(library: Library, plan: Plan) -> bool:
+    """Whether the library, which another process has built, serves the member that the plan starts from."""
+    try:
+        return library.family is not None and region_from_data(library.family).bind(plan.numbers) is not None
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _with_line(answer: Mapping[str, Any], program: Program) -> str:

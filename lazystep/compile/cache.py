@@ -31,7 +31,9 @@ from ..config import settings
 
 LIBRARY, PROXY_NODES = "step.so", "step.json"
 _MANIFEST = "manifest.json"
-_CHECKED = "checked"  # an empty file: the library's first run agreed with the reference
+# An empty file: the library's first run agreed with the reference. For a member of a family, the values of
+# its symbols follow: `checked-12-64`.
+_CHECKED = "checked"
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -40,12 +42,17 @@ class CacheError(Exception):
 
 
 class Library(NamedTuple):
-    """A library on disk that can be loaded."""
+    """A library on disk that can be loaded.
+
+    `family`: what a family's library was made for, as `Region.to_data` wrote it; None for a library of
+    one program. `checked`: the members that agreed with the reference; `""` is a program of its own.
+    """
 
     path: Path
     key: str
-    is_checked: bool
+    checked: frozenset[str]
     proxy_ops: tuple[str, ...]
+    family: Mapping[str, Any] | None = None
 
 
 class Entry(NamedTuple):
@@ -94,8 +101,10 @@ class LibraryCache:
                 os.utime(entry)  # the time of last use, for eviction
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CacheError(f"the cache entry {key} is damaged ({error})") from error
-        is_checked = (entry / _CHECKED).exists()
-        return Library(entry / LIBRARY, key, is_checked, tuple(manifest["proxy_ops"]))
+        checked = frozenset(
+            path.name.removeprefix(_CHECKED).lstrip("-") for path in entry.glob(f"{_CHECKED}*")
+        )
+        return Library(entry / LIBRARY, key, checked, tuple(manifest["proxy_ops"]), manifest.get("family"))
 
     def temporary_directory(self) -> Path:
         """A new private directory on the same file system, to build in."""
@@ -134,10 +143,10 @@ class LibraryCache:
             raise CacheError(f"the cache entry {key} has disappeared from {self.root}")
         return library
 
-    def mark_checked(self, key: str) -> None:
+    def mark_checked(self, key: str, member: str = "") -> None:
         """Note on disk that the library agreed with the reference executable on this machine."""
         with contextlib.suppress(OSError):
-            (self._entries / key / _CHECKED).touch()
+            (self._entries / key / f"{_CHECKED}{'-' if member else ''}{member}").touch()
 
     def remove(self, key: str) -> None:
         """Remove an entry atomically: it is renamed first, then deleted. Raises `CacheError` if it can't."""

@@ -88,6 +88,11 @@ def library_key(text: str, fixed: Mapping[int, Any], num_threads: int) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:40]
 
 
+def family_key(skeleton: str, number: int, num_threads: int) -> str:
+    """The key of the library with this number, of the family whose skeleton has this key."""
+    return library_key(f"library {number} of the family {skeleton}", {}, num_threads)
+
+
 def _cpu_flags() -> str:
     # Code is compiled with -march=native, so a library only fits processors with the same features.
     try:

@@ -3,9 +3,9 @@
     python -m lazystep.compile.worker
 
 A request is a line of JSON: the program's text, its fixed scalars, the number of threads, Inductor's
-options and a directory. The answer says what was built, or why the build failed. The process has the lowest
-priority and runs one compiler at a time. It ends with its parent: when the kernel signals the parent's death,
-or when standard input ends. It kills its compilers then.
+options, a directory and, for a family, its fit. The answer says what was built, or why the build failed. The
+process has the lowest priority and runs one compiler at a time. It ends with its parent: when the kernel
+signals the parent's death, or when standard input ends. It kills its compilers then.
 """
 
 from __future__ import annotations
@@ -55,25 +55,38 @@ def main() -> None:
 def _build(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from ..family.plan import Region, fit_from_data
     from ..program.serialize import from_json
     from ..program.signature import signature_of
     from .inductor import mend_scheduler
     from .lower import lower
     from .scalars import fixed_slots
+    from .symbolic import guards_of, lower_family
 
     mend_scheduler()
     torch.set_num_threads(request["num_threads"])
     program = from_json(request["program"])
     fixed = {int(slot): _number(text) for slot, text in request["fixed"].items()}
     signature = signature_of(program, fixed_slots(program))
-    graph, inputs = lower(program, signature, fixed)
+    family = request.get("family")
+    if family is None:
+        graph, inputs = lower(program, signature, fixed)
+    else:
+        fit = fit_from_data(family)
+        lowered = lower_family(program, signature, fixed, fit, family["numbers"])
+        graph, inputs = lowered.graph, lowered.inputs
     directory = Path(request["directory"])
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in request["options"].items()}
     options["aot_inductor.output_path"] = str(directory / LIBRARY)
     torch._inductor.aot_compile(graph, tuple(inputs), options=options)
     if not (directory / LIBRARY).exists():
         raise RuntimeError("the compiler made no library")
-    return {"proxy_ops": _proxy_ops(directory)}
+    answer: dict[str, Any] = {"proxy_ops": _proxy_ops(directory)}
+    if family is not None:
+        # Only now: the compiler adds guards, too.
+        region = Region(fit, tuple(guards_of(lowered, family["members"])))
+        answer["family"] = region.to_data()
+    return answer
 
 
 def _number(text: str) -> Any:
@@ -97,9 +110,13 @@ def _proxy_ops(directory: Path) -> list[str]:
 
 
 def _kind_of(error: BaseException) -> str:
-    """`lowering`: this program can't be built; `compiler`: the tools failed; `system`: the machine failed."""
+    """`lowering`: this program can't be built; `family`: these programs can't share a library;
+    `compiler`: the tools failed; `system`: the machine failed.
+    """
     if type(error).__name__ == "LoweringError":
         return "lowering"
+    if type(error).__name__ == "NoFamilyError":
+        return "family"
     if isinstance(error, (OSError, MemoryError)) or "No space left" in str(error):
         return "system"
     return "compiler"

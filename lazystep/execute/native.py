@@ -35,12 +35,14 @@ class NativeExecutable:
         signature: Signature,
         call: Call,
         num_threads: int,
+        carriers: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`call`: the library's entry function, from `library.load`."""
+        """`call`: the library's entry function, from `library.load`. `carriers`: what it takes at the end."""
         self.program = program
         self.num_threads = num_threads
         self._signature = signature
         self._call = call
+        self._carriers = carriers
         self._floats = _Numbers(signature.floats, torch.float64)
         self._ints = _Numbers(signature.ints, torch.int64)
         # The arguments that passed the check in the last run: a weak reference to each tensor, and its
@@ -56,6 +58,7 @@ class NativeExecutable:
             if numbers.slots:
                 flat.append(numbers.write(scalars))
                 addresses.add(numbers.address)
+        flat += self._carriers
         try:
             returned = self._call(flat)
         except RuntimeError as error:

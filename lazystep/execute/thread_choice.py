@@ -19,11 +19,15 @@ _FIRST_REPEAT, _LAST_REPEAT = 64, 1024  # runs until the next measurement, after
 class ThreadChoice:
     """Chooses between thread counts: call `next` before each run, and `took` after it."""
 
-    def __init__(self, counts: Collection[int]) -> None:
+    def __init__(self, counts: Collection[int], like: ThreadChoice | None = None) -> None:
+        """`like`: the choice for a similar library, which is kept until runs become slow."""
         self._counts = sorted(set(counts))
         self._shortest_ever = float("inf")
         self._repeat_after = _FIRST_REPEAT
+        self._chosen = 0  # the count that is used; 0 while counts are being compared
         self._begin(_FIRST_TURNS)
+        if like is not None and like._chosen in self._counts:
+            self._chosen = like._chosen
 
     def _begin(self, num_turns: int) -> None:
         self._shortest = dict.fromkeys(self._counts, float("inf"))
@@ -45,6 +49,8 @@ class ThreadChoice:
             self._compare(seconds)
             return
         self._num_until_repeat -= 1
+        if self._shortest[self._chosen] == float("inf"):  # taken over from another library
+            self._shortest[self._chosen] = seconds
         is_slow = seconds > _SLOW * self._shortest[self._chosen]
         self._num_slow = self._num_slow + 1 if is_slow else 0
         if self._num_slow == _PATIENCE or self._num_until_repeat == 0:

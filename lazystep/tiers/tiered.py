@@ -35,6 +35,7 @@ from ..openmp import sleeping_barriers
 from ..program.program import Number, Program
 from ..program.signature import NotCallableError, Signature, signature_of
 from .check import run_checked
+from .families import Families, Member, Served
 
 # A program with more of them has a fixed scalar that changes all the time.
 _MAX_SPECIALIZATIONS = 64
@@ -43,8 +44,9 @@ _MAX_SPECIALIZATIONS = 64
 class Stage(enum.Enum):
     """Where a specialization of a program stands. The order of the members is the order of its life."""
 
-    # On the reference until it has run `build_after` times.
-    # Ends as BUILDING; as UNCHECKED or NATIVE if the library is on disk; as STAYS if it may not be built.
+    # On the reference until it has run `build_after` times, or until its family has a library.
+    # Ends as BUILDING; as UNCHECKED or NATIVE if the library is on disk or its family's; as STAYS if it may
+    # not be built.
     COUNTING = "counting"
     # On the reference while its library is being built. Ends as UNCHECKED, or as STAYS if the build fails.
     BUILDING = "building"
@@ -61,6 +63,7 @@ class Tiers:
 
     def __init__(self) -> None:
         self.builder = Builder(sleeping_barriers)
+        self.families = Families(self.builder)
         self.num_loaded = 0  # ever: a library that is not used any more stays mapped
 
     def close(self) -> None:
@@ -102,7 +105,11 @@ class TieredExecutable:
         library = specialization.advance() if specialization is not None else None
         if specialization is None or library is None:
             metrics.count("reference_executions")
-            return self._reference.run(inputs, scalars)
+            start = time.perf_counter()
+            outputs = self._reference.run(inputs, scalars)
+            if specialization is not None:
+                specialization.spend(time.perf_counter() - start)
+            return outputs
         try:
             if specialization.is_check_due():
                 checked = run_checked(library.native, self._reference, inputs, scalars)
@@ -177,7 +184,10 @@ class TieredExecutable:
                 return "on the reference executable; its library is ready for the next run"
             return "on the reference executable while its library is being built"
         if stage in (Stage.UNCHECKED, Stage.NATIVE):
-            return "native" + (f"; some runs are on the reference executable: {reason}" if reason else "")
+            shared = next((one.shared for one in self.specializations.values() if one.shared), "")
+            return f"native{shared}" + (
+                f"; some runs are on the reference executable: {reason}" if reason else ""
+            )
         if self.num_runs >= settings.build_after and not self.specializations:
             return "on the reference executable: the tier was `reference` whenever it ran"
         return "on the reference executable: it has not repeated often enough to be built"
@@ -206,6 +216,9 @@ class Specialization:
         self._num_threads = num_threads
         self._tiers = tiers
         self._num_runs = 0
+        self._seconds = 0.0  # on the reference
+        # The program among its relatives; None before the first run, and if it goes on alone.
+        self._member: Member | None = None
         # Set by the build thread, the result first. Taken over by the executor thread.
         self._delivered: LoadedLibrary | BuildError | None = None
         self._is_delivered = threading.Event()
@@ -219,7 +232,29 @@ class Specialization:
                 metrics.count("executor_waits_for_compile")
                 self._is_delivered.wait(settings.build_timeout)
             self._take_delivery()
+            if self.stage is Stage.BUILDING:
+                # Not yet, but the family's library may be there, if other sizes have come meanwhile.
+                self._take_from_family()
         return self.library
+
+    def spend(self, seconds: float) -> None:
+        """Count the time of a run on the reference: it is what a library is worth."""
+        self._seconds += seconds
+        if self._member is not None:
+            self._member.seconds += seconds
+
+    @property
+    def shared(self) -> str:
+        """For `standing`: which family's library it runs on; empty if it has its own, or none."""
+        if self._member is None or self.library is None or self.library.served is None:
+            return ""
+        symbols = ", ".join(f"s{n} = {value}" for n, value in enumerate(self.library.served.symbols))
+        return f", with the library of family {self._member.family.number} ({symbols})"
+
+    @property
+    def worth(self) -> float:
+        """What a library of its own would save; 0 if it has one. From any thread."""
+        return 0.0 if self.library is not None else self._seconds + 1e-9
 
     @property
     def is_ready(self) -> bool:
@@ -238,7 +273,10 @@ class Specialization:
         """Take the outcome of a check: texts that are empty if the library ran and agreed."""
         assert self.library is not None
         self.library.num_runs += 1
-        if failure:
+        served = self.library.served
+        if served is not None and (failure or mismatch) and self.stage is Stage.UNCHECKED:
+            self._leave_family(served, failure or mismatch)
+        elif failure:
             self.stay("failed", f"its library failed: {failure}")
         elif mismatch:
             metrics.count("native_mismatches")
@@ -250,7 +288,7 @@ class Specialization:
             self.stay("mismatch", f"its library disagreed with the reference: {mismatch}")
         else:
             self.stage = Stage.NATIVE
-            self._tiers.builder.mark_checked(self.library.library)
+            self._tiers.builder.mark_checked(self.library.library, served.tag if served is not None else "")
 
     def stay(self, kind: str, reason: str) -> None:
         """Run on the reference from now on. `kind` is one word, for counters."""
@@ -258,6 +296,19 @@ class Specialization:
         self.library = None
         self.reason = reason
         _count_refusal(kind)
+
+    def _leave_family(self, served: Served, what: str) -> None:
+        """The family's library is wrong for this program: back to the reference, and a library of its own."""
+        assert self._member is not None
+        self._member.family.distrust(served.family_library)
+        notice(
+            f"family {served.family_library.library.key}",
+            "a library that several programs share disagrees with the reference executable for one of them, "
+            f"which goes on: {what}. The numbers are right; please report this",
+        )
+        self._member = self.library = None
+        self.stage = Stage.COUNTING
+        self._num_runs = 1
 
     # -- transitions -------------------------------------------------------------------------------
 
@@ -268,15 +319,48 @@ class Specialization:
             if library is not None:
                 self._take(self._load(library))
                 return
+            if settings.families:
+                self._member = self._tiers.families.join(
+                    self._program, self._signature, self._fixed, self._num_threads
+                )
+        is_full = self._tiers.num_loaded >= settings.max_libraries
+        if self._member is not None and (self._take_from_family() or (not is_full and self._is_in_family())):
+            return
         if self._num_runs < settings.build_after and settings.tier != "native":
             return
-        if self._tiers.num_loaded >= settings.max_libraries:
+        if is_full:
             limit = f"{settings.max_libraries} libraries are loaded already (setting max_libraries)"
             self.stay("too_many_libraries", limit)
             return
         self.stage = Stage.BUILDING
-        request = Request(self._program, self._fixed, self._num_threads, _deliverer(weakref.ref(self)))
+        this = weakref.ref(self)
+        request = Request(self._program, self._fixed, self._num_threads, _deliverer(this), _worth(this))
         self._tiers.builder.submit(request)
+
+    def _is_in_family(self) -> bool:
+        """Whether the family takes care of a library for this program, or has one now."""
+        assert self._member is not None
+        is_cared_for = self._member.count_run()
+        if is_cared_for and settings.tier == "native":
+            self._member.family.wait_for_build()
+            return self._take_from_family()
+        return is_cared_for
+
+    def _take_from_family(self) -> bool:
+        """Go on with the family's library if there is one for this program."""
+        served = self._member.find_library() if self._member is not None else None
+        if served is None:
+            return False
+        shared = served.family_library
+        if not shared.is_used:
+            shared.is_used = True
+            self._tiers.num_loaded += 1
+            metrics.count("libraries_loaded")
+        native = NativeExecutable(
+            self._program, self._signature, shared.call, self._num_threads, served.carriers()
+        )
+        self._use(LoadedLibrary(native, shared.library, served))
+        return True
 
     def _take_delivery(self) -> None:
         if self._is_delivered.is_set():
@@ -292,8 +376,13 @@ class Specialization:
         metrics.count("libraries_loaded")
         if result.library.proxy_ops:
             metrics.count("proxy_ops", len(result.library.proxy_ops))
-        self.library = result
-        self.stage = Stage.NATIVE if result.library.is_checked else Stage.UNCHECKED
+        self._use(result)
+
+    def _use(self, loaded: LoadedLibrary) -> None:
+        self.library = loaded
+        if self._member is not None:
+            self._member.has_library = True
+        self.stage = Stage.NATIVE if loaded.is_checked else Stage.UNCHECKED
 
     # -- the build thread's side -------------------------------------------------------------------
 
@@ -324,15 +413,32 @@ def _deliverer(target: weakref.ref[Specialization]) -> Callable[[Library | Build
     return deliver
 
 
-class LoadedLibrary:
-    """A library in use, and on how many threads it runs now."""
+def _worth(target: weakref.ref[Specialization]) -> Callable[[], float]:
+    def worth() -> float:
+        specialization = target()
+        return 0.0 if specialization is None else specialization.worth
 
-    def __init__(self, native: NativeExecutable, library: Library) -> None:
+    return worth
+
+
+class LoadedLibrary:
+    """A library in use, and on how many threads it runs now. `served`: the member, if it is a family's."""
+
+    def __init__(self, native: NativeExecutable, library: Library, served: Served | None = None) -> None:
         self.native = native
         self.library = library
+        self.served = served
         self.num_runs = 0
         has_choice = settings.tune_threads and native.num_threads > 1
-        self._threads = ThreadChoice([native.num_threads, 1] if has_choice else [native.num_threads])
+        counts = [native.num_threads, 1] if has_choice else [native.num_threads]
+        self._threads = ThreadChoice(counts, served.family_library.threads if served is not None else None)
+        if served is not None:
+            served.family_library.threads = self._threads
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether it has agreed with the reference, now or in an earlier process."""
+        return (self.served.tag if self.served is not None else "") in self.library.checked
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
         """See `Executable.run`. Raises `UnfitError` before anything has run."""

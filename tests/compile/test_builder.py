@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,6 +73,33 @@ def test_failing_compiler_poisons_nothing(
     assert "stays on the reference executable" in lazystep.debug.explain()
     # Nor is the process used again that has met it: Inductor asks about a compiler once.
     assert runtime.tiers.builder._process is None
+
+
+def test_what_saves_most_is_built_first_and_what_is_pointless_is_dropped() -> None:
+    gate, is_busy, served = threading.Event(), threading.Event(), []
+
+    class Gated(builder_module.Builder):
+        def _serve(self, request: builder_module.Request) -> Any:
+            is_busy.set()
+            gate.wait(60)
+            served.append(request.num_threads)
+            raise builder_module.BuildError("lowering", "no build is needed here")
+
+    own = Gated()
+    worths = {1: 5.0, 2: 1.0, 3: 6.0, 4: 2.0, 5: 7.0}  # by number of threads, which names a request here
+    delivered = []
+    for number in worths:
+        if number == 2:
+            assert is_busy.wait(60)
+        worth = functools.partial(worths.__getitem__, number)
+        own.submit(builder_module.Request(None, {}, number, delivered.append, worth))  # type: ignore[arg-type]
+    worths |= {2: 9.0, 4: 0.0}
+    gate.set()
+    assert own.wait_idle(60)
+    assert served == [1, 2, 5, 3]  # the first was taken at once
+    assert len(delivered) == 4
+    assert count("builds_dropped") == 1
+    own.close()
 
 
 @pytest.mark.usefixtures("own_builder")

@@ -14,9 +14,11 @@ from lazystep.tiers.tiered import Specialization, Stage
 @pytest.fixture
 def specialization() -> Any:
     """One whose library is loaded and has not been checked."""
-    tiers: Any = SimpleNamespace(builder=SimpleNamespace(mark_checked=lambda library: None), num_loaded=0)
+    tiers: Any = SimpleNamespace(
+        builder=SimpleNamespace(mark_checked=lambda library, member: None), num_loaded=0
+    )
     made: Any = Specialization(program=None, signature=None, fixed={}, num_threads=1, tiers=tiers)  # type: ignore[arg-type]
-    made.library = SimpleNamespace(num_runs=0, library=SimpleNamespace(key="a library"))
+    made.library = SimpleNamespace(num_runs=0, library=SimpleNamespace(key="a library"), served=None)
     made.stage = Stage.UNCHECKED
     return made
 
