@@ -26,6 +26,7 @@ A tour:
     report                      ready-made closures: JSONL, CSV, TensorBoard, a progress bar
     config                      every setting; each is an environment variable, too
     closure                     the closure handlers alone, without the lazy device
+    lazystep.checkpoint         import it for checkpoints in the background that survive a crash
     lazystep.overlap            import it for DDP: updates while gradients are still being reduced
 
 Importing this package registers the device and patches torch: `device.install.install` lists everything that
@@ -34,7 +35,7 @@ it touches. `import lazystep.overlap` alone does neither; the first use of anoth
 What goes wrong raises a `LazyStepError` that names the op, your line and the way out: `StepError` for a step
 that failed in the background, `ClosureError` for a closure, `CaptureError` for a step that can't be
 replayed, `DeviceMismatchError`, `UnsupportedError`, `ForkError`, `ConfigError`, `QueueFullError`,
-`WaitTimeoutError`, `OverlapError`. What is merely slow is a `LazyStepWarning`.
+`WaitTimeoutError`, `CheckpointError`, `OverlapError`. What is merely slow is a `LazyStepWarning`.
 """
 
 import importlib as _importlib
@@ -46,6 +47,7 @@ from .importing import is_for_room_without_device as _is_for_room_without_device
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "ClosureError",
     "ConfigError",
     "DeviceMismatchError",
@@ -90,6 +92,7 @@ if _typing.TYPE_CHECKING or not _is_for_room_without_device():
     from .device import install as _device
     from .errors import (
         CaptureError,
+        CheckpointError,
         ClosureError,
         ConfigError,
         DeviceMismatchError,

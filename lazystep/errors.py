@@ -142,3 +142,12 @@ class OverlapError(LazyStepError):
         clip_grad_norm_(ddp.parameters(), 1.0)              # changes the gradients: step() raises
         overlap_optimizer(ddp, optimizer, max_norm=1.0)     # the way out
     """
+
+
+class CheckpointError(LazyStepError):
+    """A checkpoint could not be written, is damaged, or does not fit the state. The message names its path.
+
+    For example, with a flipped byte in a file:
+
+        lazystep.checkpoint.load("checkpoints/step-00000050", state)    # names the file and the one before
+    """

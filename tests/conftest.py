@@ -53,6 +53,7 @@ FAST = {
     "family/test_fit.py": "",
     "family/test_families.py": "",
     "family/test_lowering.py": "gpt|bert|conv",
+    "checkpoint/test_checkpoints.py": "",
     "compile/test_cache.py": "built_anew|must_not_be_used|mid_run|killed_process",
     "execute/test_barrier.py": "thousand|garbage_collector",
     "execute/test_thread_choice.py": "",

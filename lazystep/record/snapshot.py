@@ -15,6 +15,7 @@ import torch
 
 from .. import metrics
 from ..eager import eager_dispatch
+from ..errors import LazyStepError
 from ..program.types import tensor_type
 from .handle import Handle, Memory
 
@@ -42,6 +43,11 @@ class Snapshot:
     def is_due(self) -> bool:
         """Whether the value is there: every step that it depends on has run."""
         return all(run.is_finished for run in self._runs)
+
+    @property
+    def error(self) -> LazyStepError | None:
+        """Why a step that makes or writes the value failed. The value may be that of before."""
+        return next((run.error for run in self._runs if run.error is not None), None)
 
     def preserve(self) -> None:
         """Copy the value before its memory is written. Called where the write is about to happen."""

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import lazystep
+import lazystep.checkpoint
 import lazystep.overlap
 
-MODULES = [lazystep, lazystep.overlap, lazystep.debug, lazystep.metrics]
+MODULES = [lazystep, lazystep.checkpoint, lazystep.overlap, lazystep.debug, lazystep.metrics]
 NAMES = [
     pytest.param(getattr(module, name), id=f"{module.__name__}.{name}")
     for module in MODULES

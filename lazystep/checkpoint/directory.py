@@ -1,0 +1,250 @@
+"""A directory of checkpoints: how one is written and committed, found, verified and removed.
+
+    step-00000050/      a checkpoint: it got this name when all of it was on the disk
+        tensors.safetensors
+        state.json
+        manifest.json   sizes and SHA-256 digests of the two, and of the manifest itself
+    .writing-…/         one that is being written, or that a dead process has left
+    .removing-…/        one that is being removed
+
+[Note: order] The files are synced before the manifest is written, everything before the rename, and the
+rename before an older checkpoint is removed. A process that dies between any two calls leaves the older ones
+as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
+
+from ..config import settings
+from ..errors import CheckpointError
+from ..notices import notice
+from .files import Files
+from .tensor_file import TensorKind, header_of
+
+TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d+)")
+_LEFT_BEHIND = re.compile(r"\.(?:writing|removing)-(\d+)-\w+")
+_CHUNK = 1 << 24
+
+
+class Checkpoint(NamedTuple):
+    """A committed checkpoint: its directory and its step. `latest` finds one, `load` restores it.
+
+    checkpoint.load(lazystep.checkpoint.Checkpoint.at("checkpoints/step-00000050"), state)
+    """
+
+    path: Path
+    step: int
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """The checkpoint in a directory, by the directory's name."""
+        found = _NAME.fullmatch(Path(path).name)
+        if found is None:
+            raise CheckpointError(f"{path} is not the name of a checkpoint: expected …/step-<number>")
+        return cls(Path(path), int(found[1]))
+
+    def verify(self) -> None:
+        """Read all files and compare their digests. Raises `CheckpointError` for the first that differs."""
+        for name in (TENSORS, STATE):
+            self.read(name)
+
+    def read(self, name: str) -> bytearray:
+        """The bytes of a file, if they are those that were written."""
+        expected = self._manifest()["files"][name]
+        data = self._read_file(name)
+        if len(data) != expected["size"]:
+            raise self._damaged(name, f"it has {len(data)} bytes, expected {expected['size']}")
+        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            raise self._damaged(name, "its digest is not that of the manifest")
+        return data
+
+    def _read_file(self, name: str) -> bytearray:
+        try:
+            with open(self.path / name, "rb") as file:
+                data = bytearray(os.fstat(file.fileno()).st_size)
+                size = file.readinto(data)
+        except OSError as error:
+            raise self._damaged(name, str(error)) from error
+        return data[:size] if size < len(data) else data
+
+    def _manifest(self) -> dict[str, Any]:
+        try:
+            manifest = json.loads(self._read_file(MANIFEST))
+            digest = manifest.pop("sha256")
+            if digest != _digest_of(manifest):
+                raise ValueError("its digest is another")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(MANIFEST, str(error)) from error
+        if manifest["format"] != FORMAT or manifest["step"] != self.step:
+            raise self._damaged(MANIFEST, f"it is of step {manifest['step']}, format {manifest['format']}")
+        return dict(manifest)
+
+    def _damaged(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path / name} is damaged: {why}. The checkpoint is not loaded.")
+
+
+def latest(path: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest whole checkpoint in a directory, or None. Reads its files; does not synchronize.
+
+    Warns of a newer one that is damaged, at the next barrier.
+
+        found = lazystep.checkpoint.latest("checkpoints")
+    """
+    for found in reversed(committed(Path(path))):
+        try:
+            found.verify()
+        except CheckpointError as error:
+            notice(f"damaged checkpoint {found.path}", f"{error} An older one is used.")
+            continue
+        return found
+    return None
+
+
+def committed(root: Path) -> list[Checkpoint]:
+    """The checkpoints that have their names, oldest first. Says nothing of their contents."""
+    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    return sorted((Checkpoint.at(root / n) for n in names if _NAME.fullmatch(n)), key=lambda c: c.step)
+
+
+class Directory:
+    """Writes checkpoints into one directory."""
+
+    def __init__(self, root: Path, keep: int, files: Files) -> None:
+        self.root = root
+        self.keep = keep
+        self._files = files
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._remove_left_behind()
+        except OSError as error:
+            raise CheckpointError(f"checkpoints can't be written to {root}: {error}") from error
+
+    def write(
+        self, step: int, kinds: Mapping[str, TensorKind], values: Iterable[memoryview], state: Any
+    ) -> Checkpoint:
+        """Write and commit a checkpoint, then remove those that are not kept. See [Note: order].
+
+        Raises `CheckpointError` that names the path; then nothing is committed, and nothing is left behind.
+        """
+        temporary = self.root / f".writing-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        target = Checkpoint(self.root / f"step-{step:08d}", step)
+        try:
+            self._files.make_directory(temporary)
+            content = itertools.chain([memoryview(header_of(kinds))], values)
+            entries = {
+                TENSORS: self._write_file(temporary / TENSORS, content),
+                STATE: self._write_file(temporary / STATE, [json.dumps(state).encode()]),
+            }
+            manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": entries}
+            manifest["sha256"] = _digest_of(manifest)
+            self._write_file(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+            self._files.sync_directory(temporary)
+            with self._locked():
+                self._commit(temporary, target, entries)
+                try:
+                    self._remove_old(target)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{target.path} is committed, but an older one could not be removed: {error}"
+                    ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{target.path} was not written: {error}. Earlier ones are whole."
+            ) from error
+        finally:
+            if temporary.exists():
+                with contextlib.suppress(OSError):
+                    self._files.remove(temporary)
+        return target
+
+    def _write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+        digest, size = hashlib.sha256(), 0
+        descriptor = self._files.open(path)
+        try:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                digest.update(rest)
+                size += len(rest)
+                while len(rest):
+                    rest = rest[self._files.write(descriptor, rest[:_CHUNK]) :]
+            self._files.sync(descriptor, path)
+        finally:
+            self._files.close(descriptor)
+        return {"size": size, "sha256": digest.hexdigest()}
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One process at a time commits and removes. The lock goes with its process."""
+        try:
+            with FileLock(self.root / ".lock", timeout=settings.wait_timeout):
+                yield
+        except Timeout as error:
+            raise CheckpointError(
+                f"{self.root} is locked by another process for more than {settings.wait_timeout:g} s "
+                "(wait_timeout)"
+            ) from error
+
+    def _commit(self, temporary: Path, target: Checkpoint, entries: dict[str, Any]) -> None:
+        if target.path.exists():
+            try:
+                known = target._manifest()["files"]
+                target.verify()
+            except CheckpointError:
+                self._set_aside(target.path)  # a damaged one gives way
+            else:
+                if known == entries:
+                    return  # another process has committed the same
+                raise CheckpointError(
+                    f"{target.path} is already there and is another state: a committed checkpoint is not "
+                    "overwritten. "
+                    "Choose another directory, or remove this one."
+                )
+        self._files.rename(temporary, target.path)
+        self._files.sync_directory(self.root)
+
+    def _remove_old(self, newest: Checkpoint) -> None:
+        """Remove all but the newest `keep`, counted up to the one that has just been committed."""
+        older = [found for found in committed(self.root) if found.step <= newest.step]
+        for found in older[: -self.keep]:
+            self._set_aside(found.path)
+
+    def _set_aside(self, path: Path) -> None:
+        # By a rename first: half a removal leaves nothing that looks like a checkpoint.
+        aside = self.root / f".removing-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._files.rename(path, aside)
+        self._files.remove(aside)
+
+    def _remove_left_behind(self) -> None:
+        for entry in list(self.root.iterdir()):
+            found = _LEFT_BEHIND.fullmatch(entry.name)
+            if found is not None and not _lives(int(found[1])):
+                with contextlib.suppress(OSError):
+                    self._files.remove(entry)
+
+
+def _digest_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

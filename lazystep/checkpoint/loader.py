@@ -1,0 +1,78 @@
+"""`load`: a checkpoint back into the objects of the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from .directory import STATE, TENSORS, Checkpoint, latest
+from .tensor_file import read
+from .tree import put_together
+
+
+class Loaded(NamedTuple):
+    """What `load` has restored: the step, and what was passed to the call that saved it.
+
+    first = lazystep.checkpoint.load(found, state).step + 1
+    """
+
+    step: int
+    extra: dict[str, Any]
+
+
+def load(
+    checkpoint: Checkpoint | str | os.PathLike[str], state: Mapping[str, Any], *, generators: bool = True
+) -> Loaded:
+    """Restore every object of `state`, and the random generators unless `generators=False`.
+
+    Reads and verifies all files before it changes anything. Raises `CheckpointError` for a file that is
+    damaged, and for names that are in `state` or in the checkpoint only. Tensors go to the device of their
+    object; that records copies and does not synchronize.
+
+        found = lazystep.checkpoint.latest("checkpoints")
+        loaded = lazystep.checkpoint.load(found, {"model": model, "opt": opt})
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint.at(checkpoint)
+    try:
+        tensors = read(checkpoint.read(TENSORS))
+        whole = put_together(json.loads(checkpoint.read(STATE)), tensors)
+    except CheckpointError as error:
+        older = latest(checkpoint.path.parent)
+        instead = f"The newest whole one is {older.path}." if older else "There is no whole one beside it."
+        raise CheckpointError(f"{error} {instead}") from error
+    saved = whole["state"]
+    if saved.keys() != state.keys():
+        raise CheckpointError(
+            f"{checkpoint.path} has {sorted(saved)}, but the state to restore has {sorted(state)}"
+        )
+    for name, thing in state.items():
+        _restore(thing, saved[name])
+    if generators:
+        _restore_random(whole["random"])
+    return Loaded(checkpoint.step, whole["extra"])
+
+
+def _restore(thing: Any, saved: Any) -> None:
+    if isinstance(thing, torch.Generator):
+        thing.set_state(saved)
+    elif isinstance(thing, torch.Tensor):
+        with torch.no_grad():
+            thing.copy_(saved)
+    else:
+        thing.load_state_dict(saved)
+
+
+def _restore_random(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"])
+    random.setstate(saved["python"])
+    if "numpy" in saved:
+        import numpy
+
+        numpy.random.set_state(saved["numpy"])
