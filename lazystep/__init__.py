@@ -27,15 +27,17 @@ A tour:
     config                      every setting; each is an environment variable, too
     closure                     the closure handlers alone, without the lazy device
     lazystep.checkpoint         import it for checkpoints in the background that survive a crash
+    lazystep.distributed        DistributedDataParallel on lazy modules: also under torch's own name
     lazystep.overlap            import it for DDP: updates while gradients are still being reduced
 
 Importing this package registers the device and patches torch: `device.install.install` lists everything that
 it touches. `import lazystep.overlap` alone does neither; the first use of another name does it then.
 
 What goes wrong raises a `LazyStepError` that names the op, your line and the way out: `StepError` for a step
-that failed in the background, `ClosureError` for a closure, `CaptureError` for a step that can't be
-replayed, `DeviceMismatchError`, `UnsupportedError`, `ForkError`, `ConfigError`, `QueueFullError`,
-`WaitTimeoutError`, `CheckpointError`, `OverlapError`. What is merely slow is a `LazyStepWarning`.
+that failed in the background, `CollectiveError` for a collective of it, `ClosureError` for a closure,
+`CaptureError` for a step that can't be replayed, `DeviceMismatchError`, `UnsupportedError`, `ForkError`,
+`ConfigError`, `QueueFullError`, `WaitTimeoutError`, `CheckpointError`, `OverlapError`. What is merely slow is
+a `LazyStepWarning`.
 """
 
 import importlib as _importlib
@@ -49,6 +51,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ClosureError",
+    "CollectiveError",
     "ConfigError",
     "DeviceMismatchError",
     "ForkError",
@@ -94,6 +97,7 @@ if _typing.TYPE_CHECKING or not _is_for_room_without_device():
         CaptureError,
         CheckpointError,
         ClosureError,
+        CollectiveError,
         ConfigError,
         DeviceMismatchError,
         ForkError,

@@ -92,6 +92,17 @@ class CaptureError(LazyStepError):
     """
 
 
+class CollectiveError(LazyStepError):
+    """A collective of a step failed, or ranks do not run the same collectives. The cause of a `StepError`.
+
+    A rank has ended, hangs, is slower than the group's time-out, or has recorded another program. After a
+    failed collective its process group can't be used any more:
+
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")      # on all ranks; then load the last checkpoint
+    """
+
+
 class ClosureError(LazyStepError):
     """An async closure raised an exception, which is the `__cause__` of this error.
 

@@ -263,6 +263,10 @@ class RecordedCall:
         """Keep an added closure, also one that its throttle skips this time."""
         self.added.append(added)
 
+    def on_exchange(self, reason: str) -> None:
+        """Don't capture a call that needs an answer of other ranks."""
+        self.reason = self.reason or reason
+
     def on_cut(self, cut: Cut, outputs: Handles[Handle | None], scalars: list[Number]) -> list[Number]:
         """Keep the step's own program, and put true values in the place of tags."""
         if self._phase in (_Phase.BEFORE, _Phase.AFTER):

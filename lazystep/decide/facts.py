@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..program.collectives import LAUNCHES, WAIT
 from .decision import Operand
 from .work import Work, work_of
 
@@ -18,6 +19,7 @@ class OpFacts:
         "func",
         "has_out",
         "is_absolute",
+        "is_collective",
         "is_composite",
         "is_quantizing",
         "is_random",
@@ -52,6 +54,7 @@ class OpFacts:
         self.is_absolute = self.needs_nbytes or self.has_out or packet.startswith("as_strided")
         # Inference knows nothing of quantized tensors. Fake quantization makes floats.
         self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
+        self.is_collective = self.name in (*LAUNCHES, WAIT)
         self.is_composite = is_composite(func) is True
         self.work: Work | None = work_of(func)
 

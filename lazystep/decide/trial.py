@@ -52,8 +52,8 @@ def is_cheap(work: Work | None, operands: Sequence[Operand]) -> bool:
 
 def is_due_behind_inference(decision: Decision, facts: OpFacts, operands: Sequence[Operand]) -> bool:
     """Whether an op that has been inferred is tried as well, because inference may be wrong about it."""
-    if not facts.name.startswith(("aten.", "lazystep.")):
-        return False  # a custom op may do more than compute
+    if not facts.name.startswith(("aten.", "lazystep.")) or facts.is_collective:
+        return False  # a custom op may do more than compute, and other ranks take part in a collective
     nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
     # Inference does not see that an op reads what it writes, or writes an element twice.
     may_overlap = any(o.group >= 0 for o in operands) or any(

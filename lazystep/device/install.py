@@ -38,6 +38,6 @@ def _install(recorder: Recorder) -> None:
     patches.take_fast_paths()  # attention layers, torch.norm, linear cross entropy
     patches.allow_fused_optimizers()  # torch.optim's list of devices for fused=True
     patches.keep_step_counts_on_the_host()  # torch.optim.Optimizer.load_state_dict
-    patches.refuse_distributed_data_parallel()  # DistributedDataParallel.__init__
+    patches.record_distributed_data_parallel()  # DistributedDataParallel.__new__
     patches.end_steps_before_global_settings_change(recorder)  # torch.set_default_dtype and others
     patches.load_to_the_lazy_device()  # torch.serialization's packages

@@ -185,17 +185,27 @@ def keep_step_counts_on_the_host() -> None:
     setattr(torch.optim.Optimizer, name, staticmethod(getattr(torch.optim.Optimizer, name)))
 
 
-def refuse_distributed_data_parallel() -> None:
-    """DDP reduces gradients in hooks that read memory; on lazy tensors it would fail obscurely."""
+def record_distributed_data_parallel() -> None:
+    """`DistributedDataParallel(lazy_module)` is lazystep's class: torch's reducer reads gradients' memory."""
+    torch_class: Any = torch.nn.parallel.DistributedDataParallel
 
-    @_wrapping(torch.nn.parallel.DistributedDataParallel, "__init__")
-    def initialize(original: Any, ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if any(is_lazy(t) for t in [*module.parameters(), *module.buffers()]):
-            raise UnsupportedError(
-                "DistributedDataParallel does not take a module on the lazy device. "
-                "Keep the module on the CPU for DDP: it reduces gradients as they are computed."
-            )
-        original(ddp, module, *args, **kwargs)
+    def make(cls: Any, module: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_module = isinstance(module, torch.nn.Module)
+        if is_module and any(map(is_lazy, [*module.parameters(), *module.buffers()])):
+            from ..distributed import (
+                DistributedDataParallel,
+            )  # not at the top: it imports torch's distributed
+
+            if cls is torch_class:
+                cls = DistributedDataParallel
+            elif not issubclass(cls, DistributedDataParallel):
+                raise UnsupportedError(
+                    f"{cls.__name__} is a subclass of torch's DistributedDataParallel, which does not take a "
+                    "module on the lazy device. Derive it from lazystep.distributed.DistributedDataParallel."
+                )
+        return object.__new__(cls)
+
+    torch_class.__new__ = staticmethod(make)
 
 
 class _LazyBoundStorage(torch.UntypedStorage):

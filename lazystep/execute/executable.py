@@ -31,10 +31,11 @@ class InstructionError(Exception):
     """An op of a program failed. `__cause__` is its error.
 
     Instructions before `position` have run; with `all_started`, as a library runs them in an order
-    of its own, any may have.
+    of its own, any may have; with `none_started`, none has.
     """
 
-    def __init__(self, position: int, all_started: bool = False) -> None:
+    def __init__(self, position: int, all_started: bool = False, none_started: bool = False) -> None:
         super().__init__(position)
         self.position = position
         self.all_started = all_started
+        self.none_started = none_started

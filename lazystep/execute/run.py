@@ -114,7 +114,8 @@ class Run:
         except InstructionError as error:
             failure = self._describe(error)
             last = len(self.executable.program.instructions)
-            self._fail(failure, last if error.all_started else error.position)
+            started = last if error.all_started else error.position
+            self._fail(failure, 0 if error.none_started else started)
             return failure
         if self._outputs is not None:  # None if the run was abandoned meanwhile
             self._outputs.deliver(tensors)

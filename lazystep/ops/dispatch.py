@@ -30,7 +30,7 @@ from ..record.handle import Handle
 from ..record.recorder import Recorder
 from ..record.source import user_line, user_source
 from ..record.tensor import find_handle, is_lazy
-from . import copies, draws  # noqa: F401 - their handlers
+from . import collectives, copies, draws  # noqa: F401 - their handlers
 from .cpu_branch import KERNELS, run_composite
 from .draws import draw
 from .facade import FACADE_KERNELS

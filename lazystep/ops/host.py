@@ -34,7 +34,8 @@ def run_on_host(
     Waits for its operands; for everything queued if it writes one, since queued steps may read it.
     """
     lazy = list(_lazy_tensors([*args, *kwargs.values()]))
-    writes = func._schema.is_mutable
+    # The schemas of collectives do not say that they write.
+    writes = func._schema.is_mutable or func.namespace == "c10d"
     if lazy:
         metrics.count_synchronization(reason, user_line())
         if writes:

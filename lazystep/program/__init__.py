@@ -1,4 +1,5 @@
 """Programs: a step as pure data.
 
-Reading order: types, own_ops, program, verify, prune, printer, difference, serialize, signature.
+Reading order: types, own_ops, program, verify, collectives, prune, schedule, printer, difference,
+serialize, signature.
 """

@@ -33,6 +33,9 @@ class ScalarRef(NamedTuple):
     slot: int
 
 
+# Ops on lists of tensors, which they take element by element: foreach ops and fused optimizers.
+LIST_OPS = ("aten._foreach_", "aten._fused_")
+
 # A Python number of a step: a learning rate, a step count.
 Number = float | int | complex
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from .collectives import is_effect
 from .program import Program
 
 
@@ -11,9 +12,9 @@ def prune(program: Program) -> Program:
     """`program` without the instructions that neither an output nor an input storage depends on.
 
     An instruction stays if it makes a needed value, or if it writes an input storage or the storage of a
-    needed value. Random numbers are drawn while recording, so an unused dropout has already advanced the
-    generator and can be removed. Inputs and scalars keep their positions, because callers pass them by
-    position.
+    needed value. A collective always stays: other ranks take part in it. Random numbers are drawn while
+    recording, so an unused dropout has already advanced the generator and can be removed. Inputs and
+    scalars keep their positions, because callers pass them by position.
     """
     values = program.values
     needed = set(program.outputs)
@@ -23,7 +24,7 @@ def prune(program: Program) -> Program:
     for instruction in reversed(program.instructions):
         is_needed = any(v in needed for v in instruction.defines())
         writes_live = any(values[v].storage in live_storages for v in instruction.writes)
-        if not (is_needed or writes_live):
+        if not (is_needed or writes_live or is_effect(instruction)):
             continue
         kept.append(instruction)
         for value in instruction.reads():

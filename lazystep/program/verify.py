@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .program import Program, slots_of
+from .program import LIST_OPS, Program, slots_of
 
 
 def verify(program: Program) -> Program:
     """Return `program`, or raise an `AssertionError` that names the instruction with a broken invariant."""
     defined: set[int] = set()
-    slots: list[int] = []
+    users: dict[int, list[str]] = {}  # by slot, the ops that take it
 
     for value in program.inputs:
         _check(value in program.values, "input", f"%{value} has no type")
@@ -36,11 +36,14 @@ def verify(program: Program) -> Program:
         for result in instruction.results:
             _check(result is None or result in defined, where, f"result %{result} is not defined")
         for argument in (instruction.args, *(arg for _, arg in instruction.kwargs)):
-            slots += slots_of(argument)
+            for slot in slots_of(argument):
+                users.setdefault(slot, []).append(instruction.op)
 
-    for slot in slots:
+    for slot, ops in users.items():
         _check(0 <= slot < len(program.scalars), "scalars", f"slot {slot} does not exist")
-    _check(len(slots) == len(set(slots)), "scalars", "a slot is used twice: equal scalars are never merged")
+        # Parts of one list op, see `schedule`, share its scalars.
+        is_split = len(set(ops)) == 1 and ops[0].startswith(LIST_OPS)
+        _check(is_split or len(ops) == 1, "scalars", "a slot is used twice: equal scalars are never merged")
 
     for value in program.outputs:
         _check(value in defined, "outputs", f"%{value} is not defined")

@@ -9,6 +9,7 @@ from ..config import settings
 from ..decide.decision import Decision
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, Source, Storage, Value, map_args
 from ..program.prune import prune
+from ..program.schedule import schedule
 from ..program.types import TensorType
 from ..program.verify import verify
 
@@ -18,7 +19,7 @@ Entry = tuple[Any, ...]
 
 
 def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs: Sequence[int]) -> Program:
-    """The program of these entries that returns the values `outputs`, without dead instructions."""
+    """The program of these entries that returns the values `outputs`: pruned, and scheduled."""
     values: dict[int, Value] = {}
     storages: list[Storage] = []
     inputs: list[int] = []
@@ -106,5 +107,5 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
     )
     if settings.verify_programs:
         verify(program)
-    program = prune(program)
+    program = schedule(prune(program))
     return verify(program) if settings.verify_programs else program

@@ -48,6 +48,9 @@ class StepObserver(Protocol):
     def on_closure(self, added: Any) -> None:
         """A closure was added to the step."""
 
+    def on_exchange(self, reason: str) -> None:
+        """The call has asked other ranks something, which no replay does."""
+
     def on_cut(self, cut: Cut, outputs: Handles[Handle | None], scalars: list[Number]) -> list[Number]:
         """A recording is about to be queued, with these outputs. Returns the numbers that it runs on."""
 

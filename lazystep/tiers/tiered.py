@@ -32,8 +32,10 @@ from ..execute.reference import ReferenceExecutable
 from ..execute.thread_choice import ThreadChoice
 from ..notices import notice
 from ..openmp import sleeping_barriers
+from ..program.collectives import launches_of
 from ..program.program import Number, Program
 from ..program.signature import NotCallableError, Signature, signature_of
+from .agreement import Communication
 from .check import run_checked
 from .families import Families, Member, Served
 
@@ -92,13 +94,20 @@ class TieredExecutable:
         self.num_native_runs = 0
         self.specializations: dict[tuple[object, ...], Specialization] = {}
         self._tiers = tiers
+        self._communication = Communication(program) if launches_of(program) else None
         self._reference = ReferenceExecutable(program)
         self._signature: Signature | None = None
         # Why the program has no signature, and so no library.
         self._refusal = ""
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
-        """See `Executable.run`."""
+        """See `Executable.run`. Blocks for other ranks before collectives that they have not agreed on."""
+        if self._communication is None:
+            return self._run(inputs, scalars)
+        with self._communication.running():
+            return self._run(inputs, scalars)
+
+    def _run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
         self.num_runs += 1
         self.tier = "reference"
         specialization = self._specialization(scalars) if settings.tier != "reference" else None
@@ -143,6 +152,10 @@ class TieredExecutable:
 
     def _sign(self) -> Signature | None:
         if self._refusal:
+            return None
+        if self._communication is not None:
+            self._refusal = "a program with collectives has no library yet"
+            _count_refusal("collectives")
             return None
         unknown = _first_foreign_op(self.program)
         if unknown:

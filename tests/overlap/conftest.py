@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .pool import Pool
+from tests.pool import Pool
 
 
 @pytest.fixture(scope="session")

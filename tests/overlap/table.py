@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from tests.pool import Pool, World
+
 from . import hook_rows, refused_rows, rows  # noqa: F401  # they fill the tables
 from .pairwise import Combination, train
-from .pool import Pool, World
 from .row import HOOKS, ROWS, Row, simple
 from .training import Outcome, Run, compare, mlp
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lazystep.overlap import overlap_optimizer
 from tests.helpers import descend
+from tests.pool import Pool, World, raised_by
 
-from .pool import Pool, World, raised_by
 from .training import BUCKET_CAP_MB, mlp
 
 

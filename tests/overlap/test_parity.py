@@ -9,9 +9,9 @@ import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.helpers import ROOT
+from tests.pool import Pool, World
 
 from .pairwise import Combination, combinations, describe
-from .pool import Pool, World
 from .row import HOOKS, ROWS, Row
 from .table import OPTIMIZERS, TORCH_OPTIMIZERS, Table, forms_of, run_combination, run_optimizer
 from .training import Outcome, Run, compare, mlp

@@ -20,8 +20,7 @@ from lazystep.overlap import (
     hook_then_optimizer,
     overlap_optimizer,
 )
-
-from .pool import Pool, World, raised_by
+from tests.pool import Pool, World, raised_by
 
 
 class LargeNet(nn.Module):

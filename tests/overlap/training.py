@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lazystep.errors import LazyStepError
 from lazystep.overlap import OverlapHandle, overlap_optimizer
-
-from .pool import World
+from tests.pool import World
 
 NUM_STEPS = 8
 # Small enough for the tiny models here to have several buckets.

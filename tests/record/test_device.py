@@ -479,12 +479,6 @@ def test_backward_on_another_thread() -> None:
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_ddp_is_refused() -> None:
-    model = nn.Linear(2, 2).to("lazy")
-    with pytest.raises(lazystep.UnsupportedError, match="DistributedDataParallel"):
-        nn.parallel.DistributedDataParallel(model)
-
-
 def test_torch_compile_is_refused() -> None:
     function = torch.compile(lambda x: x + 1, backend="eager")
     with pytest.raises(Exception, match=r"torch\.compile does not take lazy tensors"):

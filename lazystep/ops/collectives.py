@@ -1,0 +1,183 @@
+"""Collectives on lazy tensors: recorded in the order of the program, in the step group beside their group.
+
+`dist.all_reduce`, `broadcast`, `all_gather`, `all_gather_into_tensor`, `reduce_scatter_tensor` and torch's
+functional collectives arrive here. A recorded collective is in order with the ops around it, as on a CUDA
+stream, so the `Work` that the caller gets has nothing to wait for. Others, such as `send`, run on the host
+and synchronize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+
+from ..process_groups import step_group
+from ..program import collectives  # noqa: F401 - declares the ops
+from ..record.recorder import Recorder
+from .handlers import handles
+from .host import run_on_host
+
+_REDUCE_OPS = {
+    int(getattr(dist.ReduceOp.RedOpType, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+
+
+def in_place(tensor: Tensor, launch: Callable[[Tensor], object]) -> Tensor:
+    """Record a collective that writes `tensor`, and the wait for it. The network takes dense memory only."""
+    dense = tensor.contiguous()
+    launch(dense)
+    torch.ops.lazystep.wait_(dense)
+    return tensor if dense is tensor else tensor.copy_(dense)
+
+
+def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
+    """Record an all-reduce of `tensor`, in place. `group`: the name of a step group."""
+    return in_place(tensor, lambda dense: torch.ops.lazystep.all_reduce_(dense, op, group))
+
+
+def broadcast(tensor: Tensor, root: int, group: str) -> Tensor:
+    """Record a broadcast into `tensor` from the rank `root` of the group."""
+    return in_place(tensor, lambda dense: torch.ops.lazystep.broadcast_(dense, root, group))
+
+
+def all_gather(out: Tensor, tensor: Tensor, group: str) -> Tensor:
+    """Record an all-gather of `tensor` into `out`."""
+    source = tensor.contiguous()
+    return in_place(out, lambda dense: torch.ops.lazystep.all_gather_(dense, source, group))
+
+
+def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: str) -> Tensor:
+    """Record a reduce-scatter of `tensor` into `out`."""
+    source = tensor.contiguous()
+    return in_place(out, lambda dense: torch.ops.lazystep.reduce_scatter_(dense, source, op, group))
+
+
+# -- torch.distributed: (..., process group, ...) -> results and a Work ------------------------------------
+
+_c10d = torch.ops.c10d
+
+
+@handles(_c10d.allreduce_.default)
+def _allreduce(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, group, op = args[0], args[1], args[2]
+    if not _is_plain(tensors, op):
+        return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
+    for tensor in tensors:
+        all_reduce(tensor, _reduce_op(op), _name_of(group))
+    return tensors, FakeWork().boxed()
+
+
+@handles(_c10d.broadcast_.default)
+def _broadcast(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, group, root = args[0], args[1], args[2]
+    if not _is_plain(tensors):
+        return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
+    for tensor in tensors:
+        broadcast(tensor, root, _name_of(group))
+    return tensors, FakeWork().boxed()
+
+
+@handles(_c10d._allgather_base_.default)
+def _allgather_base(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out, tensor, group = args[0], args[1], args[2]
+    if not _is_plain([out, tensor]):
+        return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
+    return all_gather(out, tensor, _name_of(group)), FakeWork().boxed()
+
+
+@handles(_c10d.allgather_.default)
+def _allgather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    outs, tensors, group = args[0], args[1], args[2]
+    flat = [tensor for parts in outs for tensor in parts]
+    is_even = all(part.shape == tensors[0].shape for part in flat)
+    if len(tensors) != 1 or not is_even or not _is_plain([*flat, *tensors]):
+        return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
+    gathered = tensors[0].new_empty((len(flat), *tensors[0].shape))
+    all_gather(gathered, tensors[0], _name_of(group))
+    for part, result in zip(flat, gathered, strict=True):
+        part.copy_(result)
+    return outs, FakeWork().boxed()
+
+
+@handles(_c10d._reduce_scatter_base_.default)
+def _reduce_scatter_base(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out, tensor, group, op = args[0], args[1], args[2], args[3]
+    if not _is_plain([out, tensor], op):
+        return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
+    return reduce_scatter(out, tensor, _reduce_op(op), _name_of(group)), FakeWork().boxed()
+
+
+def _is_plain(tensors: list[Tensor], op: Any = None) -> bool:
+    """Whether a program can hold the collective: dense lazy tensors, and an op with a name."""
+    are_plain = all(t.device.type == "lazy" and t.layout is torch.strided for t in tensors)
+    return are_plain and (op is None or op._get_method("op")() in _REDUCE_OPS)
+
+
+def _reduce_op(op: Any) -> str:
+    return _REDUCE_OPS[op._get_method("op")()]
+
+
+def _name_of(group: Any) -> str:
+    return step_group(dist.ProcessGroup.unbox(group)).name
+
+
+# -- torch's functional collectives: (..., name of the group) -> a new tensor ------------------------------
+
+_functional = torch.ops._c10d_functional
+
+
+@handles(_functional.all_reduce.default)
+def _functional_all_reduce(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    return all_reduce(args[0].clone(memory_format=torch.contiguous_format), args[1], _resolve(args[2]))
+
+
+@handles(_functional.all_reduce_.default)
+def _functional_all_reduce_(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    return all_reduce(args[0], args[1], _resolve(args[2]))
+
+
+@handles(_functional.all_reduce_coalesced.default)
+def _functional_all_reduces(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    group = _resolve(args[2])
+    return [all_reduce(t.clone(memory_format=torch.contiguous_format), args[1], group) for t in args[0]]
+
+
+@handles(_functional.broadcast.default)
+def _functional_broadcast(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    return broadcast(args[0].clone(memory_format=torch.contiguous_format), args[1], _resolve(args[2]))
+
+
+@handles(_functional.broadcast_.default)
+def _functional_broadcast_(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    return broadcast(args[0], args[1], _resolve(args[2]))
+
+
+@handles(_functional.all_gather_into_tensor.default)
+def _functional_all_gather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    tensor, size = args[0], args[1]
+    out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
+    return all_gather(out, tensor, _resolve(args[2]))
+
+
+@handles(_functional.reduce_scatter_tensor.default)
+def _functional_reduce_scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    tensor, size = args[0], args[2]
+    out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    return reduce_scatter(out, tensor, args[1], _resolve(args[3]))
+
+
+@handles(_functional.wait_tensor.default)
+def _wait_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return args[0]  # the wait is recorded with the launch
+
+
+def _resolve(group: Any) -> str:
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    found = resolve(group) if isinstance(group, str) else group
+    return step_group(found).name

@@ -1,0 +1,90 @@
+"""Process groups for the collectives of steps.
+
+Steps have a group of their own beside each group of the user's, with the same ranks. The executor thread uses
+it and no other thread does. So the collectives of queued steps never meet those that the training thread
+starts meanwhile: on one group both would mix on the wire, and gloo would abort the process.
+
+A program names its group by a text. The name is made from the name of the user's group, which is the same on
+all ranks and in the next run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from .errors import LazyStepError
+
+_PREFIX = "lazystep:"
+
+
+class StepGroup:
+    """Gloo groups for steps, with the ranks of a group of the user's."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Connects to the other ranks, which must do the same: blocks, at most for the group's time-out."""
+        self.name = f"{_PREFIX}{group.group_name}"
+        self.rank = group.rank()
+        self.size = group.size()
+        self.timeout = timeout_of(group)
+        self.store: Store = PrefixStore(f"{self.name}/", group.get_group_store())
+        # Any: the methods of gloo groups are those of a C++ base, which torch's annotations do not know.
+        self.backend: Any = self._connect("steps/")
+        # For messages of the training thread, such as the order of buckets.
+        self.messages: Any = self._connect("messages/")
+        # After a failed collective gloo's connections are of no use.
+        self.failure = ""
+        # The collectives that all ranks have agreed on last, and how often they have had to: see
+        # tiers/agreement.
+        self.agreed: list[str] = []
+        self.num_agreements = 0
+        self.num_models = 0  # that have compared their shapes
+
+    def _connect(self, prefix: str) -> dist.ProcessGroupGloo:
+        # Made directly: `dist.new_group` has to be called on all ranks of the world.
+        store = PrefixStore(prefix, self.store)
+        return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
+
+
+def step_group(group: dist.ProcessGroup | None) -> StepGroup:
+    """The group for steps beside `group`; None: the default group. Collective and blocking the first time."""
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise LazyStepError(
+                "a collective on lazy tensors needs a process group: call dist.init_process_group first"
+            )
+    found = _groups.get(group)
+    if found is None:
+        found = _groups[group] = _by_name[f"{_PREFIX}{group.group_name}"] = StepGroup(group)
+    return found
+
+
+def find_group(name: str) -> StepGroup:
+    """The group that an instruction names."""
+    found = _by_name.get(name)
+    if found is None:
+        raise LazyStepError(
+            f"the step communicates in the process group {name!r}, which has been destroyed. "
+            "Destroy process groups after lazystep.wait_device_ops()."
+        )
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The time-out of a group; torch's default if the backend does not expose it."""
+    try:
+        found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        found = dist.constants.default_pg_timeout
+    return found
+
+
+# A step group lives as long as the user's group.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, StepGroup] = weakref.WeakKeyDictionary()
+_by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()

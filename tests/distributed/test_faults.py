@@ -1,0 +1,83 @@
+"""Ranks that differ, end or hang: every other rank raises within the time-out, and names the collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lazystep
+from tests.pool import Pool, World, raised_by
+
+from .test_steps import make, step
+
+TIMEOUT = 8.0
+
+
+def differ(world: World) -> str:
+    """Another collective on each rank, in a program that is new to both."""
+    size = 3 + world.rank
+    dist.all_reduce(torch.ones(2).to("lazy"), group=world.group)
+    dist.all_reduce(torch.ones(size).to("lazy"), group=world.group)
+    return raised_by(lambda: lazystep.mark_step(wait=True))
+
+
+def leave_the_loop(world: World) -> str:
+    """Rank 1 goes on to another program while rank 0 repeats the known one."""
+
+    def reduce(size: int) -> None:
+        dist.all_reduce(torch.ones(size).to("lazy"), group=world.group)
+        lazystep.mark_step(wait=True)
+
+    for _ in range(3):
+        reduce(2)
+    return raised_by(lambda: reduce(2 + world.rank))
+
+
+@pytest.mark.parametrize("function", [differ, leave_the_loop])
+def test_ranks_that_record_different_programs_are_told_the_first_difference(function: Any) -> None:
+    pool = Pool(2, collective_timeout=TIMEOUT)
+    try:
+        raised = pool.run(function, timeout=240)
+    finally:
+        pool.close()
+    for text in raised:
+        assert text.startswith("StepError: step "), text
+    assert any("different programs" in text for text in raised)
+    told = next(text for text in raised if "different programs" in text)
+    assert "all_reduce(3 x torch.float32, 'sum'" in told
+    assert "test_faults.py:" in told, "the user's line"
+
+
+def end_or_stop(world: World, how: int) -> dict[str, Any]:
+    ddp, optimizer = make(world)
+    for _ in range(3):
+        step(ddp, optimizer)
+    lazystep.wait_device_ops()
+    dist.barrier(group=world.group)
+    if world.rank == 1:
+        os.kill(os.getpid(), how)
+    raised = raised_by(lambda: (step(ddp, optimizer), lazystep.wait_device_ops()))
+    again = raised_by(lambda: (step(ddp, optimizer), lazystep.wait_device_ops()))
+    return {"raised": raised, "again": again}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_others_raise_when_a_rank_ends_or_hangs(how: int) -> None:
+    pool = Pool(2, collective_timeout=TIMEOUT)
+    try:
+        pool.start(end_or_stop, how)
+        [survivor] = pool.gather([0], timeout=240)
+        if how == signal.SIGSTOP:
+            os.kill(pool.processes[1].pid or 0, signal.SIGCONT)
+    finally:
+        pool.close()
+    assert survivor["raised"].startswith("StepError: step 4 failed in lazystep.")
+    assert "all_reduce of" in survivor["raised"]
+    assert "over the 2 ranks of 'lazystep:0' failed on rank 0" in survivor["raised"]
+    assert "StepError" in survivor["again"]
+    assert pool.processes[0].exitcode is not None, "its process has ended"
