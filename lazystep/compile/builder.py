@@ -39,6 +39,7 @@ _MAX_CRASHES = 3
 # A family with more regions than this is none.
 MAX_FAMILY_LIBRARIES = 4
 _POLL_SECONDS = 0.2
+_CLOSE_SECONDS = 5.0
 # Failures of the machine or its tools, about which the user can do something, so they are noticed. Other
 # reasons are properties of the program; `debug.explain` shows them.
 _UNEXPECTED = ("compiler", "crash", "timeout", "system", "internal")
@@ -138,11 +139,21 @@ class Builder:
             self._cache.mark_checked(library.key, member)
 
     def close(self) -> None:
-        """Stop building at once: kill the process and its compilers, and drop queued requests."""
+        """Stop building at once: kill the process and its compilers, and drop queued requests.
+
+        Blocks until the build thread has ended, for 5 s at most.
+        """
         with self._condition:
             self._closed = True
             self._queue.clear()
             self._condition.notify_all()
+            thread, process = self._thread, self._process
+        # Its pipes are closed afterwards: the build thread learns by them that the process has ended.
+        if process is not None:
+            _send_kill(process)
+        # A thread that is inside of an op of torch when the interpreter ends would abort this process.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_SECONDS)
         self._kill()
         if self._own_directory is not None:
             shutil.rmtree(self._own_directory, ignore_errors=True)
@@ -389,10 +400,7 @@ class Builder:
         process, self._process = self._process, None
         if process is None:
             return
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            process.kill()
+        _send_kill(process)
         process.wait(5)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -410,6 +418,14 @@ def _serves(library: Library, plan: Plan) -> bool:
         return library.family is not None and region_from_data(library.family).bind(plan.numbers) is not None
     except (ValueError, TypeError, KeyError):
         return False
+
+
+def _send_kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and the compilers that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
 
 
 def _with_line(answer: Mapping[str, Any], program: Program) -> str:

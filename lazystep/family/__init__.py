@@ -1,4 +1,4 @@
-"""Families: programs that differ in sizes only, as pure data. Read in this order:
+"""Families: programs that differ in sizes only, as pure data.
 
-expression, skeleton, fit, plan.
+Reading order: expression, skeleton, fit, plan.
 """

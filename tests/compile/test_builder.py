@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import contextlib
 import os
 import signal
 import sys
@@ -40,6 +41,32 @@ def compiler() -> Iterator[Callable[[str], None]]:
         yield use
         lazystep.wait_for_compile(300)  # with the compiler that it was asked for with
     forget()
+
+
+def test_build_thread_ends_with_the_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is in an op of torch's when the interpreter ends aborts the process."""
+    monkeypatch.setattr(builder_module, "COMMAND", ("sleep", "60"))
+    is_building = threading.Event()
+
+    @contextlib.contextmanager
+    def slow() -> Iterator[None]:
+        is_building.set()
+        time.sleep(0.2)
+        yield
+
+    x = torch.ones(3, device="lazy")
+    program = lazystep.debug.pending_program([x + 1])
+    lazystep.mark_step()
+    delivered: list[Any] = []
+    builder = builder_module.Builder(slow)
+    builder.submit(builder_module.Request(program, {}, 1, delivered.append))
+    assert is_building.wait(60)
+    thread = builder._thread
+    assert thread is not None
+    builder.close()
+    assert not thread.is_alive()
+    assert delivered == []
+    assert builder._process is None, "it has been killed"
 
 
 def test_no_compiler_is_one_warning(compiler: Callable[[str], None]) -> None:
