@@ -24,7 +24,7 @@ from .notices import print_notices
 from .openmp import release_pool
 from .program.program import Number, Program
 from .record import _recorder, observer
-from .record._recorder import Binding, Cut, Layout
+from .record._recorder import Binding, Cut, Layout, State
 from .record.assemble import assemble
 from .record.handle import Handle, Handles
 from .record.recorder import Recorder
@@ -140,7 +140,7 @@ class Runtime:
     # -- replays -------------------------------------------------------------------------------
 
     def layout_of(self, variant: Variant) -> Layout:
-        """The storages of a known program, for `replay`."""
+        """The storages of a known program, for the `State` of a replay."""
         program = variant.executable.program
         outputs = [program.values[value] for value in variant.outputs]
         return Layout(
@@ -152,13 +152,13 @@ class Runtime:
     def replay(
         self,
         variant: Variant,
-        layout: Layout,
-        inputs: list[Handle],
-        scalars: list[Number],
+        state: State,
+        given: list[tuple[int, Handle]],
+        scalars: Callable[[], list[Number]],
         context: DeviceContext,
         add_closures: Callable[[Handles[Handle]], None],
     ) -> None:
-        """Queue a known program on these inputs, as the whole of a step, without a recording.
+        """Queue a known program on this state and these inputs, as the whole of a step, without a recording.
 
         `add_closures` gets the handles of the outputs when the program is queued. Needs the recorder's lock,
         room among the steps in flight, and `uninterrupted`: nothing of the user's runs before the program is
@@ -166,8 +166,8 @@ class Runtime:
         """
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
-        binding = Binding(layout, inputs)
-        run = self._make_run(variant, binding, binding.outputs, scalars.copy)
+        binding = Binding(state, given)
+        run = self._make_run(variant, binding, binding.outputs, scalars)
         self._submit(run, binding)
         metrics.count("programs_replayed")
         try:

@@ -15,8 +15,12 @@ class Plan:
     def __init__(self, rows: list[_Row], /) -> None:
         """Raises `ValueError` if a row refers to a later one."""
 
+    num_looked_at: int  # rows and dicts that the last read has looked at
+
     def read(self) -> list[Any] | int:
         """The values of the output rows, or the number of the first row that does not fit.
+
+        The list is not to be changed: it is returned again as long as nothing has changed.
 
         Runs no Python code, but for comparisons of values that are not the same object.
         """

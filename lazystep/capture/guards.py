@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..record.tensor import HAS_HOOKS, find_handle, gradient_flags
+from ..record._recorder import TensorFlags, plain_modes
+from ..record.tensor import HAS_GRADIENT, HAS_HOOKS, find_handle, gradient_flags
 from ._places import Plan, dict_of_class, is_same
 from .ambient import hooks_of_all, hooks_of_tensors, modes
 from .places import MISSING, Kind, Place
@@ -25,7 +26,7 @@ from .witness import Witness
 
 
 class Get(enum.IntEnum):
-    """How a row of a plan gets its value. Mirrored in src/places.c."""
+    """How a row of a plan gets its value. Mirrored in src/plan.h."""
 
     DICT_ITEM = 0
     ITEM = 1
@@ -38,10 +39,11 @@ class Get(enum.IntEnum):
     CONTEXT = 8
     TYPE_OF = 9
     GRAD = 10
+    NO_GRAD = 11  # a gradient that must be missing: the flags of the tensor tell, too
 
 
 class Check(enum.IntEnum):
-    """What a row of a plan checks. Mirrored in src/places.c."""
+    """What a row of a plan checks. Mirrored in src/plan.h."""
 
     ANY = 0
     IS = 1
@@ -65,7 +67,6 @@ _GETS = {
     Kind.CONTEXT: Get.CONTEXT,
     Kind.TYPE: Get.TYPE_OF,
 }
-_WITHOUT_GRADIENT = bytes(flags & ~2 for flags in range(256))  # whether it is there is a place's business
 _MODE_NAMES = (
     "gradient mode",
     "inference mode",
@@ -94,7 +95,7 @@ class Guards:
         self._before = before
         self._followed = followed
         self._counts = counts
-        self._modes, self._hooks = ambient
+        self._modes, self._plain_modes, self._hooks = ambient
         self._rows: list[tuple[Any, ...]] = []
         self._places: list[Place] = []
         self._numbers: dict[Place, int] = {}  # the row of each place
@@ -105,6 +106,8 @@ class Guards:
         self._structures = witness.structures
         self._tensors: list[int] = []  # positions of tensors among the outputs
         self._flags: list[int] = []
+        # Positions of tensors that must not have a gradient, with the place of the gradient.
+        self._without_gradient: dict[int, Place] = {}
         self._types: list[Any] = []
         self._buffers: list[tuple[int, Any]] = []  # positions of sets and arrays, with their contents
         self._versions: list[tuple[int, Version]] = []  # of CPU tensors
@@ -113,9 +116,10 @@ class Guards:
         # The objects that are in caches, which are kept here: no other object has their ids.
         self._caches = [(cache, _contents_of(cache)) for cache in witness.caches.values()]
         self._told = list(witness.told.items())
-        self._sort_rows()
         self._plan = Plan(self._rows)
-        self._flag_bytes = bytes(self._flags)
+        # Whether there is a gradient is compared where its place holds None, and else a matter of that place.
+        ignored = bytes(0 if n in self._without_gradient else HAS_GRADIENT for n in self._tensors)
+        self._tensor_flags = TensorFlags(self._tensors, bytes(self._flags), ignored)
         tensors = [
             place.get() if place.kind is Kind.WEAK else before[place].value
             for place in (self._names[position] for position in self._tensors)
@@ -124,6 +128,9 @@ class Guards:
         self._partition = _partition(tensors) if witness.compares_tensors else None
         self._has_hooks = any(flags & HAS_HOOKS for flags in self._flags)
         self._tensor_hooks = [list(one) for one in hooks_of_tensors(tensors)]
+        self._has_rare = self._partition is not None or bool(
+            self._hooks or self._has_hooks or self._buffers or self._versions or self._caches or self._told
+        )
 
     # -- what to compare -----------------------------------------------------------------------------------
 
@@ -138,6 +145,9 @@ class Guards:
         if get is Get.ITEM and not is_path and isinstance(place.container, dict):
             get = Get.DICT_ITEM
         container = None if is_path else place.container
+        if get is Get.GRAD and found.value is None and self.outputs.get(place.container) in self._tensors:
+            get = Get.NO_GRAD
+            self._without_gradient[self.outputs[place.container]] = place
         if get is Get.CLASS:
             get, container = Get.DICT_ITEM, dict_of_class(place.container)
         number = len(self._rows)
@@ -159,25 +169,6 @@ class Guards:
             self._names.append(place)
             self._add_output(position, found, has_contents)
         return number
-
-    def _sort_rows(self) -> None:
-        """Put rows of one dict side by side if no other row needs them: see [Note: versions of dicts]."""
-        rows = self._rows
-        needed = {row[3] for row in rows} | {row[6] for row in rows if row[1] is Check.SAME_AS}
-        quiet = [
-            number
-            for number, row in enumerate(rows)
-            if row[0] is Get.DICT_ITEM and not row[2] and row[1] < Check.SIZE and number not in needed
-        ]
-        quiet.sort(key=lambda number: id(rows[number][4]))
-        is_quiet = set(quiet)
-        order = quiet + [number for number in range(len(rows)) if number not in is_quiet]
-        moved = {old: new for new, old in enumerate(order)} | {-1: -1}
-        self._rows = [
-            (*row[:3], moved[row[3]], *row[4:6], moved[row[6]] if row[1] is Check.SAME_AS else row[6])
-            for row in (rows[number] for number in order)
-        ]
-        self._places = [self._places[number] for number in order]
 
     def _check(self, place: Place, found: Found, has_contents: bool) -> tuple[Check, Any, bool]:
         value = found.value
@@ -223,20 +214,23 @@ class Guards:
     # -- comparing -----------------------------------------------------------------------------------------
 
     def hold(self) -> list[Any] | None:
-        """The values of the places that a replay reads (see `outputs`); None if something has changed."""
+        """The values of the places that a replay reads (see `outputs`); None if something has changed.
+
+        The list is not to be changed: the next call may return it again.
+        """
         values = self._plan.read()
         if isinstance(values, int):
             return None
-        if modes() != self._modes or any(hooks_of_all()) != bool(self._hooks):
+        now = plain_modes()
+        if (now != self._plain_modes or now < 0) and modes() != self._modes:
             return None
-        tensors = [values[position] for position in self._tensors]
-        flags = gradient_flags(tensors)
-        if flags.translate(_WITHOUT_GRADIENT) != self._flag_bytes:
+        if any(hooks_of_all()) != bool(self._hooks) or not self._tensor_flags.hold(values):
             return None
-        return values if self._holds_rarely(values, tensors, flags) else None
+        return values if not self._has_rare or self._holds_rarely(values) else None
 
-    def _holds_rarely(self, values: list[Any], tensors: list[torch.Tensor], flags: bytes) -> bool:
+    def _holds_rarely(self, values: list[Any]) -> bool:
         """Compare what most steps do not have."""
+        tensors = [values[position] for position in self._tensors]
         if self._partition is not None and _partition(tensors) != self._partition:
             return False
         if self._hooks and [list(one) for one in hooks_of_all()] != self._hooks:
@@ -258,6 +252,11 @@ class Guards:
     def names(self) -> list[Place]:
         """The place of each output; of a tensor in several places, the first."""
         return self._names
+
+    @property
+    def num_looked_at(self) -> int:
+        """How many rows and dicts the last comparison has looked at. For tests."""
+        return self._plan.num_looked_at
 
     @property
     def tensor_positions(self) -> list[int]:
@@ -282,8 +281,11 @@ class Guards:
         tensors = [values[position] for position in self._tensors]
         places = self._names
         for position, _tensor, flags in zip(self._tensors, tensors, gradient_flags(tensors), strict=True):
+            if flags & HAS_GRADIENT and position in self._without_gradient:
+                grad = self._without_gradient[position]
+                return _describe(grad, self._before[grad], Check.VALUE)
             old = self._before[places[position]].detail.flags
-            if flags & ~2 != old:
+            if flags & ~HAS_GRADIENT != old:
                 if (flags ^ old) & 1:
                     return (
                         f"requires_grad of {places[position].name} from {bool(old & 1)} to {bool(flags & 1)}"
@@ -294,7 +296,7 @@ class Guards:
             if type_ is not None and (handle is None or handle.type is not type_):
                 now_type = values[position].device if handle is None else handle.type
                 return f"the type of {places[position].name} from {type_} to {now_type}"
-        if not self._holds_rarely(values, tensors, gradient_flags(tensors)):
+        if not self._holds_rarely(values):
             for position, contents in self._buffers:
                 if detail_of(values[position]) != contents:
                     return f"the contents of {places[position].name}"
@@ -308,7 +310,7 @@ class Guards:
 def ambient() -> tuple[Any, ...]:
     """Torch's modes and global hooks now, for `Guards`."""
     hooks = [list(one) for one in hooks_of_all()]
-    return modes(), hooks if any(hooks) else []
+    return modes(), plain_modes(), hooks if any(hooks) else []
 
 
 def _structure(found: Found) -> tuple[Check, Any]:

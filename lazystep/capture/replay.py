@@ -9,156 +9,29 @@ frozen.
 
 from __future__ import annotations
 
-import collections
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..interrupts import uninterrupted
+from ..record._recorder import State
 from ..record.handle import Handle, Handles, Memory, adopt_host_tensor
-from ..record.tensor import find_handle, find_handles, have_handles, retype, wrap
+from ..record.tensor import find_handle, find_handles, retype
 from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
 from ._places import is_same
-from .op_numbers import COUNT_TYPES, Count
-from .places import MISSING, Kind, Place
+from .evaluation import Evaluation
+from .places import Kind, Place
+from .recipes import Context, NotReplayableError, Recipe, Recipes, UnsettledError
 from .recorded import Effect, RecordedCall, describe_change, sources_in
 from .surroundings import TensorFacts
-from .traced import SOURCES, Expression, Writer, is_traced, plain
-from .values import CONTAINERS, describe, is_simple
-
-
-class NotReplayableError(Exception):
-    """Two calls do not make a replay; the message says which input, number or result is unexplained."""
-
-
-class UnsettledError(NotReplayableError):
-    """The two calls do not agree yet; the next call may agree."""
-
-
-# Makes a leaf of the result, or of a closure's arguments, at a replay.
-Recipe = Callable[["_Context"], Any]
-
-
-class _Context:
-    """The values that recipes of a running replay read."""
-
-    __slots__ = ("before", "leaves", "numbers", "outputs", "tensors")
-
-    def __init__(self, leaves: Sequence[Any], numbers: Sequence[Any], before: Sequence[Any]) -> None:
-        self.leaves = leaves
-        self.numbers = numbers
-        self.before = before  # what `Guards.hold` has found
-        self.outputs: Handles[Handle]
-        self.tensors: dict[int, Any] = {}
-
-    def output(self, position: int, key: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        # Leaves that were one object in the recorded call, with this key, become one object again.
-        if key not in self.tensors:
-            self.tensors[key] = make(wrap(self.outputs[position]))
-        return self.tensors[key]
-
-
-class _Recipes:
-    """Finds a recipe for each leaf of a recorded call's results, effects and closure arguments."""
-
-    def __init__(self, call: RecordedCall, expressions: list[Expression]) -> None:
-        assert call.program is not None
-        self._made = {h: n for n, h in enumerate(call.program.outputs) if h is not None}
-        # Tensors that existed when the call began, by identity and by handle: the argument or place of each.
-        self._tensors: dict[int, int | Place] = {}
-        self._values: dict[Handle, int | Place] = {}
-        self._is_outside: Callable[[Any], bool] = call.is_outside
-        self._as_left: Callable[[Any], Any] = call.as_left
-        for number, leaf in enumerate(call.leaves):
-            self._add(leaf, number)
-        for place in call.witness.reads:
-            self._add(call.before[place].value, place)
-        # Places that recipes read. State can move from place to place, so all are read when a replay begins,
-        # before any place is overwritten.
-        self.positions: dict[Place, int] = {}  # filled when the guards are made
-        self._expressions = expressions  # the replay's list: numbers among the leaves are added to it
-
-    def _add(self, tensor: Any, source: int | Place) -> None:
-        if isinstance(tensor, torch.Tensor):
-            self._tensors.setdefault(id(tensor), source)
-            handle = find_handle(tensor)
-            if handle is not None:
-                self._values.setdefault(handle, source)
-
-    def _take(self, source: int | Place) -> Recipe:
-        if isinstance(source, int):
-            return lambda context: context.leaves[source]
-        return lambda context: context.before[self.positions[source]]
-
-    def finish(self, positions: Mapping[Place, int]) -> None:
-        """All recipes are found. They keep none of the call's tensors alive."""
-        self.positions.update(positions)
-        self._made.clear()
-        self._values.clear()
-        self._is_outside = self._as_left = bool  # the methods of the call would keep it alive
-
-    def is_made(self, value: Any) -> bool:
-        """Whether the step itself made this tensor."""
-        handle = find_handle(value)
-        return handle is not None and handle in self._made
-
-    def position_of(self, value: Any) -> int:
-        """Which output of the program this tensor is."""
-        handle = find_handle(value)
-        assert handle is not None
-        return self._made[handle]
-
-    def find(self, old: Any, new: Any, what: str) -> Recipe:
-        """The recipe for the leaf `new`; `old` is the same leaf in the earlier call."""
-        handle = find_handle(new)
-        if handle is not None and handle in self._made:
-            position, key, make = self._made[handle], id(new), _kind_of_tensor(new)
-            return lambda context: context.output(position, key, make)
-        if id(new) in self._tensors:
-            return self._take(self._tensors[id(new)])
-        if isinstance(new, torch.Tensor):
-            if handle in self._values and not new.requires_grad:
-                # Another tensor object with the same value, such as `detach` returns.
-                same = self._take(self._values[handle])
-                return lambda context: _another_tensor(same(context))
-            if old is new:
-                return lambda context: new
-            raise NotReplayableError(
-                f"it {what} a tensor that the step did not make, another one in each call; make it an "
-                "argument of the step, or make it inside with an op on the lazy device"
-            )
-        if is_traced(new):
-            self._expressions.append(new.expression)
-            index = len(self._expressions) - 1
-            return lambda context: context.numbers[index]
-        if old is new or (type(old) is type(new) and _same(old, new)):
-            return lambda context: new
-        raise NotReplayableError(f"it {what} {old!r} in one call and {new!r} in the next")
-
-    def keep(self, new: Any) -> Recipe:
-        """The recipe for what the call leaves in a place: also containers, made anew in each replay."""
-        if isinstance(new, torch.Tensor) or is_traced(new):
-            return self.find(new if self._is_outside(new) else None, new, "keeps")
-        if new is MISSING or (is_simple(new) and not _has_traced(new)) or self._is_outside(new):
-            return lambda context: new
-        if type(new) is list or (isinstance(new, tuple) and not isinstance(new, torch.Size)):
-            parts = [self.keep(part) for part in self._as_left(new)]
-            if hasattr(new, "_fields"):
-                make = type(new)
-                return lambda context: make(*[part(context) for part in parts])
-            kind = type(new)
-            return lambda context: kind([part(context) for part in parts])
-        if type(new) in (dict, collections.OrderedDict):
-            items = [(key, self.keep(part)) for key, part in self._as_left(new).items()]
-            mapping = type(new)
-            return lambda context: mapping([(key, part(context)) for key, part in items])
-        raise NotReplayableError(f"it keeps {describe(new)}, which a replay can't make")
+from .traced import Expression
+from .values import CONTAINERS
 
 
 class Replay:
@@ -191,8 +64,8 @@ class Replay:
         self.guards = call.make_guards(followed)
         recipes.finish(self.guards.outputs)
         self._find_positions(places)
-        self._evaluate = self._write(call)
-        self._layout = runtime.layout_of(self.variant)
+        self._numbers = Evaluation(call, self._expressions, self.guards.outputs)
+        self._slots = self._numbers.positions[: len(self._program.scalars)]
 
     # -- binding -------------------------------------------------------------------------------------
 
@@ -270,10 +143,13 @@ class Replay:
         twins = {(position, outputs[place]) for position, place in self._twins_of}
         self._twins = [(position, number) for position, number in twins if mine.get(position) != number]
         self._retypes_at = [(outputs[place], position) for place, position in self._retypes]
-        self._last_met: list[Handle] = []  # handles of these tensors at the last replay
-        # Those of inputs, and the constants, by position; empty before any replay.
-        self._last_handles: list[Handle | None] = []
-        self._state_memories: set[Memory] = set()
+        given = [position for position, _ in self._arguments]
+        # If no inputs share memory, and none must begin at one place in it, C++ can say whether the state is
+        # that of the last replay.
+        self._is_plain = not (self._pattern or self._exact) and all(
+            position not in given for position, _ in self._twins
+        )
+        self._state = State(runtime.layout_of(self.variant), self._tensors, self._arguments)
 
     def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
         """A copy of the tensor that both calls have made on the CPU with the same values."""
@@ -341,8 +217,8 @@ class Replay:
 
     # -- outputs ---------------------------------------------------------------------------------------
 
-    def _find_outputs(self, earlier: RecordedCall, call: RecordedCall) -> _Recipes:
-        recipes = _Recipes(call, self._expressions)
+    def _find_outputs(self, earlier: RecordedCall, call: RecordedCall) -> Recipes:
+        recipes = Recipes(call, self._expressions)
         if earlier.result_spec != call.result_spec:
             raise UnsettledError("it returns another structure in each call")
         pairs = zip(earlier.result_leaves, call.result_leaves, strict=True)
@@ -361,9 +237,7 @@ class Replay:
         ]
         return recipes
 
-    def _add_effect(
-        self, effect: Effect, call: RecordedCall, recipes: _Recipes, replaced: set[Place]
-    ) -> None:
+    def _add_effect(self, effect: Effect, call: RecordedCall, recipes: Recipes, replaced: set[Place]) -> None:
         place, before, after = effect
         value = after.value
         is_changed = before.value is value and before.detail != after.detail
@@ -404,7 +278,7 @@ class Replay:
         return {source[1] for source in found if source[0] == "place"} - call.pinned_places()
 
     def _closure(
-        self, old: Added, new: Added, recipes: _Recipes
+        self, old: Added, new: Added, recipes: Recipes
     ) -> tuple[Added, list[Recipe], pytree.TreeSpec]:
         same_code = getattr(old.function, "__code__", old.function) is getattr(
             new.function, "__code__", new.function
@@ -424,66 +298,19 @@ class Replay:
             raise NotReplayableError(f"the closure added at {new.where}: {error}") from None
         return new._replace(args=(), kwargs={}), found, spec
 
-    # -- numbers ---------------------------------------------------------------------------------------
-
-    def _write(self, call: RecordedCall) -> Callable[[Any, Any], list[Any] | None]:
-        """Write the function that computes all numbers of a replay and advances the counts of optimizers."""
-        used: set[Any] = set()
-        for expression in (*call.expressions(), *self._expressions):
-            sources_in(expression, used)
-        counts = {
-            count.source: count for count in call.counts.values() if count.is_changed or count.source in used
-        }
-        arrays = {source: f"a{n}" for n, source in enumerate(counts)}
-        names: dict[str, Any] = {"_float32": lambda x: float(np.float32(x)), "_float64": float}
-        for source, count in counts.items():
-            # A memoryview is the fastest way to a single number in a tensor's memory.
-            names[arrays[source]] = memoryview(count.tensor.numpy().reshape(1))  # type: ignore[arg-type]
-        outputs = self.guards.outputs
-
-        def read(source: Expression) -> str:
-            if source[0] == "argument":
-                return f"arguments[{source[1]}]"
-            return f"places[{outputs[source[1]]}]" if source[0] == "place" else f"{arrays[source]}[0]"
-
-        writer = Writer(read, names)
-        groups = _merge_counts(counts)
-        stands_for = {source: first for first, others in groups.items() for source in others}
-        for first, others in groups.items():
-            if others:
-                # Counts that were equal are read once; the replay is refused if they differ.
-                names_of = [arrays[source] for source in (first, *others)]
-                writer.line(f"counts = [a[0] for a in ({', '.join(names_of)},)]")
-                writer.line(f"if counts.count(counts[0]) != {len(names_of)}: return None")
-        # A pinned place is compared with the other places: its number is a literal.
-        stands_for |= {("place", place): call.before[place].value for place in call.pinned_places()}
-        memo: dict[Expression, Expression] = {}
-        for (symbol, left, right), expected in call.trace.guards.items():
-            left, right = _rename(left, stands_for, memo), _rename(right, stands_for, memo)
-            if isinstance(left, tuple) or isinstance(right, tuple):
-                writer.guard(symbol, left, right, expected)
-        self._expressions = [_rename(e, stands_for, memo) for e in self._expressions]
-        epilogue = []
-        for first, others in groups.items():
-            if counts[first].is_changed:
-                value = writer.emit(_rename(counts[first].expression, stands_for, memo))
-                targets = [arrays[source] for source in (first, *others)]
-                epilogue.append(f"for a in ({', '.join(targets)},): a[0] = {value}")
-        self._host_state = [names[array] for array in arrays.values()]
-        return writer.finish(self._expressions, epilogue)
+    # -- audits ---------------------------------------------------------------------------------------
 
     def predict(self, leaves: Sequence[Any], values: Sequence[Any]) -> list[Any] | str:
         """The scalars that a replay would use, without advancing any count; or why a replay would refuse."""
-        before = [number[0] for number in self._host_state]
+        before = self._numbers.counts()
         try:
-            numbers = self._evaluate(leaves, values)
+            numbers = self._numbers.evaluate(leaves, values)
             refusal = "a comparison of numbers comes out differently, or equal step counts have diverged"
         except (ArithmeticError, ValueError) as error:
             numbers = None
             refusal = f"arithmetic on its numbers fails ({type(error).__name__}: {error})"
-        for number, value in zip(self._host_state, before, strict=True):
-            number[0] = value
-        return refusal if numbers is None else numbers[: len(self._program.scalars)]
+        self._numbers.restore(before)
+        return refusal if numbers is None else [numbers[slot] for slot in self._slots]
 
     def plan_next_audit(self, seconds: float, early: int, share: float, least: int) -> None:
         """After an audit that took `seconds`: audits come after 1, 2, 4, ... `early` replays, then steadily.
@@ -502,23 +329,23 @@ class Replay:
 
     # -- running ---------------------------------------------------------------------------------------
 
-    def run(self, leaves: Sequence[Any], values: list[Any], context: DeviceContext) -> tuple[bool, Any]:
+    def run(self, leaves: list[Any], values: list[Any], context: DeviceContext) -> tuple[bool, Any]:
         """Queue the step. Returns (False, None), with nothing changed, if inputs or numbers don't fit.
 
         `values`: what `guards.hold` has returned. Blocks only while too many steps are in flight.
         """
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
-        handles = self._inputs(leaves, values)
-        if handles is None:
+        given = self._inputs(leaves, values)
+        if given is None:
             return False, None
-        made: _Context | None = None
+        made: Context | None = None
         while made is None:
             # From the first count that advances to the last place that is rebound: no half step is left.
             with uninterrupted():
                 with runtime.recorder.lock:
                     if runtime.executor.has_room():
-                        made = self._queue(leaves, values, handles, context)
+                        made = self._queue(leaves, values, given, context)
                         if made is None:
                             return False, None
                 if made is not None:
@@ -533,18 +360,19 @@ class Replay:
         return True, pytree.tree_unflatten(results, self._result_spec)
 
     def _queue(
-        self, leaves: Sequence[Any], values: list[Any], handles: list[Handle | None], context: DeviceContext
-    ) -> _Context | None:
+        self, leaves: list[Any], values: list[Any], given: list[tuple[int, Handle]], context: DeviceContext
+    ) -> Context | None:
         """Compute the numbers, draw, queue the program. None, with nothing changed, if numbers don't fit."""
         # A draw may run out of memory. Nothing else here fails.
-        before = [number[0] for number in self._host_state] if self._fresh else ()
+        before = self._numbers.counts() if self._fresh else []
         try:
-            numbers = self._evaluate(leaves, values)
+            numbers = self._numbers.evaluate(leaves, values)
         except (ArithmeticError, ValueError):
             return None  # recorded instead: the function may handle the error
         if numbers is None:
             return None
-        made = _Context(leaves, numbers, values)
+        positions = self._numbers.positions
+        made = Context(leaves, lambda index: numbers[positions[index]], values)
         is_queued = False
 
         def add_closures(outputs: Handles[Handle]) -> None:
@@ -559,23 +387,22 @@ class Replay:
             for position, make in self._fresh:
                 tensor = make()
                 if position >= 0:
-                    handles[position] = adopt_host_tensor(tensor)
-            for position, number, dtype in self._moved_counts:
-                handles[position] = adopt_host_tensor(torch.tensor(numbers[number], dtype=dtype))
-            scalars = numbers[: len(self._program.scalars)]
-            inputs = cast("list[Handle]", handles)  # every position is filled now
-            runtime.replay(self.variant, self._layout, inputs, scalars, context, add_closures)
+                    given.append((position, adopt_host_tensor(tensor)))
+            for position, index, dtype in self._moved_counts:
+                moved = torch.tensor(made.number(index), dtype=dtype)
+                given.append((position, adopt_host_tensor(moved)))
+            scalars = functools.partial(_take, numbers, self._slots)
+            runtime.replay(self.variant, self._state, given, scalars, context, add_closures)
         except BaseException:
-            if not is_queued:  # then the counts are those of the step before
-                for number, value in zip(self._host_state, before, strict=False):
-                    number[0] = value
+            if not is_queued and before:  # then the counts are those of the step before
+                self._numbers.restore(before)
             raise
         self.num_runs += 1
         self.num_replays += 1
         self.num_since_audit += 1
         return made
 
-    def _rebind(self, made: _Context) -> None:
+    def _rebind(self, made: Context) -> None:
         """Leave behind what the call left behind: new tensors, counters, containers."""
         new = [(place, recipe(made)) for place, recipe in self._rebinds]
         for number, position in self._retypes_at:
@@ -583,13 +410,20 @@ class Replay:
         for place, value in new:
             place.set(value)
 
-    def _inputs(self, leaves: Sequence[Any], values: list[Any]) -> list[Handle | None] | None:
-        """The handles of all inputs except fresh ones; None if types or memory sharing have changed."""
-        tensors = [values[number] for number in self._tensors]
-        is_same_state = bool(self._last_handles) and have_handles(tensors, self._last_met)
-        handles = self._last_handles.copy() if is_same_state else self._read_state(tensors)
+    def _inputs(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
+        """The handles of arguments, with their positions; None if types or memory sharing have changed.
+
+        Then `_state` has those of all other inputs except fresh ones.
+        """
+        given = self._state.given(values, leaves) if self._is_plain else None
+        return self._look_closely(leaves, values) if given is None else given
+
+    def _look_closely(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
+        """As `_inputs`, if the state is not that of the last replay, or inputs share memory."""
+        handles = self._read_state([values[number] for number in self._tensors])
         if handles is None:
             return None  # a place holds no lazy tensor, or one of another type
+        state = handles.copy()
         for position, number in self._arguments:
             handles[position] = find_handle(leaves[number])
         for number, type_ in self._exact:
@@ -599,19 +433,14 @@ class Replay:
         for position, number in self._twins:
             if find_handle(values[number]) != handles[position]:
                 return None
-        if not (is_same_state and self._arguments_are_apart(handles)):
-            types = zip(handles, self._types, strict=True)
-            if any(handle is not None and handle.type.at(0) is not type_ for handle, type_ in types):
-                return None
-            if self._memory_pattern([h for h in handles if h is not None]) != self._pattern:
-                return None
-            # Remembered only after all checks passed: a refused state must be checked again next time.
-            self._last_met = cast("list[Handle]", find_handles(tensors))
-            self._last_handles = handles.copy()
-            for position, _ in self._arguments:
-                self._last_handles[position] = None
-            self._state_memories = {h.memory for h in self._last_handles if h is not None}
-        return handles
+        types = zip(handles, self._types, strict=True)
+        if any(handle is not None and handle.type.at(0) is not type_ for handle, type_ in types):
+            return None
+        if self._memory_pattern([h for h in handles if h is not None]) != self._pattern:
+            return None
+        # Remembered only after all checks passed: a refused state must be checked again next time.
+        self._state.remember(values, state)
+        return [(position, cast("Handle", handles[position])) for position, _ in self._arguments]
 
     def _read_state(self, tensors: list[Any]) -> list[Handle | None] | None:
         """The handles of state and constants, by position; None if a tensor is not what it was."""
@@ -627,41 +456,9 @@ class Replay:
             handles[position] = handle
         return handles
 
-    def _arguments_are_apart(self, handles: list[Handle | None]) -> bool:
-        """Whether no argument shares memory with another argument or with state, which is the usual case.
 
-        Then nothing else has to be compared: the types of arguments are part of the kind that selected this
-        replay.
-        """
-        arguments = [handles[position] for position, _ in self._arguments]
-        memories = [handle.memory for handle in arguments if handle is not None]
-        is_apart = len(set(memories)) == len(memories) and self._state_memories.isdisjoint(memories)
-        return is_apart and not self._pattern
-
-
-def _kind_of_tensor(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that turns a plain tensor into the same sort: a parameter, a leaf, or a plain result."""
-    if isinstance(tensor, torch.nn.Parameter):
-        wants_gradient = tensor.requires_grad
-        return lambda made: torch.nn.Parameter(made, wants_gradient)
-    if tensor.requires_grad and tensor.is_leaf:
-        return torch.Tensor.requires_grad_
-    return lambda made: made
-
-
-def _another_tensor(tensor: Any) -> Any:
-    handle = find_handle(tensor)
-    return tensor if handle is None else wrap(handle)
-
-
-def _merge_counts(counts: Mapping[Any, Count]) -> dict[Any, list[Any]]:
-    """Counts that were equal and change alike: the first of each group, and those that it stands for."""
-    groups: dict[Any, list[Any]] = {}
-    for source, count in counts.items():
-        alike = _rename(count.expression, {source: ("count", None)}, {})
-        key = count.before, COUNT_TYPES[count.tensor.dtype], alike
-        groups.setdefault(key, []).append(source)
-    return {sources[0]: sources[1:] for sources in groups.values()}
+def _take(numbers: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+    return [numbers[position] for position in positions]
 
 
 def _is_below(place: Place, others: set[Place]) -> bool:
@@ -672,25 +469,3 @@ def _is_below(place: Place, others: set[Place]) -> bool:
             return True
         container = container.container
     return False
-
-
-def _has_traced(value: Any) -> bool:
-    return any(map(_has_traced, value)) if isinstance(value, tuple) else is_traced(value)
-
-
-def _rename(expression: Expression, names: Mapping[Any, Any], memo: dict[Any, Any]) -> Expression:
-    if not isinstance(expression, tuple):
-        return expression
-    if expression not in memo:
-        if expression[0] in SOURCES:
-            memo[expression] = names.get(expression, expression)
-        else:
-            memo[expression] = (expression[0], *(_rename(e, names, memo) for e in expression[1:]))
-    return memo[expression]
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return is_same(plain(a), plain(b)) or bool(a == b)
-    except Exception:
-        return False

@@ -17,14 +17,16 @@ from ..errors import CaptureError
 from ..notices import LazyStepWarning
 from ..program.difference import first_difference
 from ..record import observer
+from ..record._recorder import take_arguments
 from ..record.handle import Handle
 from ..runtime import runtime
 from ..step_closures import DeviceContext, get_device_context
 from ._places import is_same
 from .arguments import Kind, MovedArguments, Structure, kind_difference, kind_of, put_together, take_apart
 from .places import Places
+from .recipes import NotReplayableError, UnsettledError
 from .recorded import RecordedCall
-from .replay import NotReplayableError, Replay, UnsettledError
+from .replay import Replay
 from .witness import STEPS_KEY, is_supported
 
 P = ParamSpec("P")
@@ -134,17 +136,24 @@ class Step(Generic[P, R]):
             own_args, own_kwargs = put_together(*take_apart(args, kwargs))
             return self._function(*own_args, **own_kwargs)
         observer.wait_for_other_threads()
-        leaves, structure = take_apart(args, kwargs)
-        moved = MovedArguments(args, kwargs, leaves, structure)
+        structure: Structure
+        taken = None if kwargs else take_arguments(args)
+        if taken is not None:  # most steps are called like this
+            (leaves, kind), structure = taken, len(args)
+        else:
+            leaves, structure = take_apart(args, kwargs)
+            kind = kind_of(leaves, structure)
         context = get_device_context()
         runtime.flush()
-        captures = self._captures_of(kind_of(leaves, structure))
+        captures = self._captures_of(kind)
         result: R
+        moved: MovedArguments | None = None
         for replay in captures.replays:
             values = replay.guards.hold()
             if values is None:
                 continue
             if self._is_audit_due(replay):
+                moved = MovedArguments(args, kwargs, leaves, structure)
                 result = self._audit(captures, replay, values, leaves, structure, context)
                 break
             is_done, result = replay.run(leaves, values, context)
@@ -153,9 +162,10 @@ class Step(Generic[P, R]):
                 replay.last_call = self.num_recorded + self.num_replayed
                 break
         else:
+            moved = MovedArguments(args, kwargs, leaves, structure)
             result = self._record(captures, leaves, structure, context)
         finish_step(context)
-        if self._last_program is not None:
+        if moved is not None and self._last_program is not None:
             (inputs, written), self._last_program = self._last_program, None
             moved.check(self._name, inputs, written)
         return result

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..record.handle import Handle
-from ..record.tensor import find_handle, gradient_flags
+from ..record.tensor import HAS_GRADIENT, find_handle, gradient_flags
 from ._places import is_same
 from .places import MISSING, Kind, Place
 from .values import BUFFERS, CONTAINERS, MAX_COMPARED, Version, contents_of, is_simple
-
-_HAS_GRADIENT = 2  # a bit of `gradient_flags`: the place of the gradient tells this, too
 
 
 class TensorFacts(NamedTuple):
@@ -63,7 +61,7 @@ def detail_of(value: Any) -> Any:
     """What can change about a value while it stays the same object."""
     if isinstance(value, torch.Tensor):
         handle = find_handle(value)
-        flags = gradient_flags([value])[0] & ~_HAS_GRADIENT
+        flags = gradient_flags([value])[0] & ~HAS_GRADIENT  # the place of the gradient tells this
         return TensorFacts(handle, flags, Version(value) if value.device.type == "cpu" else None)
     if isinstance(value, dict):
         return type(value), tuple(value)

@@ -373,12 +373,17 @@ class Writer:
 
     def finish(
         self, results: Sequence[Expression], epilogue: Sequence[str]
-    ) -> Callable[[Any, Any], list[Any] | None]:
-        """The finished function: it runs the lines of the epilogue and returns all results."""
+    ) -> tuple[Callable[[Any, Any], list[Any] | None], list[int]]:
+        """The finished function, and for each result its position in the list that the function returns.
+
+        The function runs the lines of the epilogue, too. Equal results are returned once: an optimizer has
+        the same few numbers for every parameter.
+        """
         values = [self.emit(result) for result in results]
+        distinct = {code: number for number, code in enumerate(dict.fromkeys(values))}
         for code in epilogue:
             self.line(code)
-        self.line(f"return [{', '.join(values)}]")
+        self.line(f"return [{', '.join(distinct)}]")
         exec(compile("\n".join(self._lines), "<lazystep scalars>", "exec"), self._scope)
         evaluate: Callable[[Any, Any], list[Any] | None] = self._scope["evaluate"]
-        return evaluate
+        return evaluate, [distinct[code] for code in values]

@@ -81,7 +81,6 @@ def is_stale_view(tensor: torch.Tensor) -> bool:
 
 def find_handle(obj: object) -> Handle | None: ...
 def find_handles(objects: list[Any]) -> list[Handle | None]: ...
-def have_handles(objects: list[Any], handles: list[Handle]) -> bool: ...
 def gradient_flags(tensors: list[torch.Tensor]) -> bytes: ...
 def wrap(handle: Handle) -> torch.Tensor: ...
 def retype(tensor: torch.Tensor, handle: Handle) -> None: ...
@@ -132,25 +131,6 @@ class Cut:
     def commit(self, run: PendingRun) -> None:
         """Tell the handles and their memory which run makes and writes them."""
 
-class Layout:
-    """The storages of a program: those of its inputs and outputs, and those that it writes."""
-
-    def __init__(
-        self, inputs: list[int], outputs: list[tuple[TensorType, int, int]], written: Sequence[int]
-    ) -> None: ...
-
-class Binding:
-    """A known program on given inputs, without a recording. Has what a `Cut` has for a recorded one."""
-
-    def __init__(self, layout: Layout, inputs: list[Handle]) -> None: ...
-    @property
-    def inputs(self) -> Handles[Handle]: ...
-    @property
-    def outputs(self) -> Handles[Handle]: ...
-    @property
-    def written(self) -> Written: ...
-    def commit(self, run: PendingRun) -> None: ...
-
 def num_entries() -> int: ...
 def num_lookups() -> int: ...
 def num_alive() -> tuple[int, int]: ...
@@ -170,6 +150,76 @@ def peek() -> KnownRecording:
 
 def guess_next(known: KnownRecording) -> None:
     """Tell which recording has just ended, so that the next one can be guessed."""
+
+# -- replays
+
+def plain_modes() -> int:
+    """torch's modes as one number; -1 if one of them is an object, such as a torch function mode."""
+
+def take_arguments(arguments: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]] | None:
+    """The leaves of a call and their kind, as capture/arguments.py finds them; None if some are not plain."""
+
+class TensorFlags:
+    """The gradient flags that tensors had when a step was captured; `ignored` are bits that do not count."""
+
+    def __init__(self, positions: list[int], flags: bytes, ignored: bytes) -> None: ...
+    def hold(self, values: list[Any]) -> bool:
+        """Whether the tensors at these positions have the same flags now."""
+
+class Layout:
+    """The storages of a program: those of its inputs and outputs, and those that it writes."""
+
+    def __init__(
+        self, inputs: list[int], outputs: list[tuple[TensorType, int, int]], written: Sequence[int]
+    ) -> None: ...
+
+class State:
+    """The lazy tensors that a captured step finds in places, with the handles of the last replay.
+
+    `tensors` are positions among the values that a replay reads. `arguments` are pairs of the position of an
+    input and the number of the leaf that it is.
+    """
+
+    def __init__(self, layout: Layout, tensors: list[int], arguments: list[tuple[int, int]]) -> None: ...
+    def given(self, values: list[Any], leaves: list[Any]) -> list[tuple[int, Handle]] | None:
+        """The inputs that are arguments, with their positions, if nothing else needs a closer look.
+
+        None unless all tensors have the handles that were remembered, and no argument shares memory.
+        """
+
+    def remember(self, values: list[Any], inputs: list[Handle | None]) -> None:
+        """The state fits: these are its handles, None for inputs that each replay has its own of."""
+
+class BoundInputs:
+    """The inputs of a replay: those that all replays share, and its own."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The real tensor of each, in program order. Every one must have been computed."""
+
+    def suspects(self) -> list[Handle]:
+        """The handles that an earlier failure may concern. In the steady state there are none."""
+
+class Binding:
+    """A known program on the remembered state and given inputs, without a recording. Like a `Cut`."""
+
+    def __init__(self, state: State, given: list[tuple[int, Handle]]) -> None: ...
+    @property
+    def inputs(self) -> BoundInputs: ...
+    @property
+    def outputs(self) -> Handles[Handle]: ...
+    @property
+    def written(self) -> Written: ...
+    def commit(self, run: PendingRun) -> None:
+        """Tell the handles and their memory which run makes and writes them."""
+
+class Counts:
+    """Numbers in CPU tensors of one element, all equal: the step counts of an optimizer."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None: ...
+    def read(self) -> Number | None:
+        """The number; None if they differ, or one of the tensors has become another kind of tensor."""
+
+    def write(self, number: Number) -> None: ...
 
 # -- registration
 

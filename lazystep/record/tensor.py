@@ -1,6 +1,6 @@
 """Lazy tensors: `torch.Tensor` objects on `device="lazy"`, each with a handle behind it.
 
-`find_handle`, `find_handles`, `have_handles`, `is_lazy` and `gradient_flags` are C++ functions.
+`find_handle`, `find_handles`, `is_lazy` and `gradient_flags` are C++ functions.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import itertools
 
 import torch
 
-from ._recorder import find_handle, find_handles, gradient_flags, have_handles, is_lazy, retype, wrap
+from ._recorder import find_handle, find_handles, gradient_flags, is_lazy, retype, wrap
 from .handle import Handle
 
 __all__ = [
     "DEVICE",
+    "HAS_GRADIENT",
     "HAS_HOOKS",
     "find_handle",
     "find_handles",
     "get_tensor_id",
     "gradient_flags",
     "handle_of",
-    "have_handles",
     "is_lazy",
     "retype",
     "wrap",
@@ -28,7 +28,8 @@ __all__ = [
 
 DEVICE = torch.device("lazy", 0)
 # A byte of `gradient_flags`: gradient wanted (1), there (2), hooks before (4) or after its accumulation (8),
-# no leaf (16).
+# no leaf (16). See `Flag` in src/replay.h.
+HAS_GRADIENT = 2
 HAS_HOOKS = 4 | 8
 
 _ids = itertools.count(1)

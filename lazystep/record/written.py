@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..errors import LazyStepError, StepError
 from ..program.program import Program
-from ._recorder import Written
+from ._recorder import BoundInputs, Written
 from .handle import Handle, Handles
 from .snapshot import preserve_snapshots
 
@@ -14,8 +14,8 @@ from .snapshot import preserve_snapshots
 class WrittenMemory:
     """The memory that one run of a program writes. See `RunMemory` in execute/run.py."""
 
-    def __init__(self, inputs: Handles[Handle], written: Written, program: Program) -> None:
-        self._inputs: Handles[Handle] | None = inputs
+    def __init__(self, inputs: Handles[Handle] | BoundInputs, written: Written, program: Program) -> None:
+        self._inputs: Handles[Handle] | BoundInputs | None = inputs
         self._written = written
         self._program = program
 

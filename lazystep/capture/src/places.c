@@ -3,43 +3,9 @@
 A `Plan` is a flat list of rows. A row reads one place, either in a fixed object or in the value of an earlier
 row, and checks what it finds. `Plan.read` goes through all rows and stops at the first that does not fit. It
 stands on the path of each replay and runs no Python code, but for comparisons of values that are not the same
-object.
+object. Most reads find nothing changed: see steady.c.  */
 
-[Note: versions of dicts] Each change of a dict gives it a version that no dict has had. While the version is
-that of the last read in which all rows fitted, the dict holds the same objects as then, so nothing is looked up.
-Rows that nobody needs the value of stand together if they are in the same dict: one comparison does for all. */
-
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-/* How a row gets its value. Mirrored in capture/guards.py. */
-enum { DICT_ITEM, ITEM, CELL, SLOT, CLASS, ATTRIBUTE, OBJECT, WEAK, CONTEXT, TYPE_OF, GRAD };
-/* What it checks. */
-enum { ANY, IS, VALUE, HAS_TYPE, MISSING, SIZE, KEYS, SAME_AS };
-
-typedef struct {
-    int get;
-    int check;
-    int is_output;
-    Py_ssize_t parent; /* the row whose value is the container, or -1 */
-    PyObject *container;
-    PyObject *key;
-    PyObject *expected; /* SAME_AS: the number of the other row */
-    PyObject *keys;     /* KEYS: a tuple */
-    Py_ssize_t size;    /* SIZE, KEYS, SAME_AS */
-    /* Of the last read of a dict that fitted; the dict keeps the value alive. */
-    PyObject *seen_in;
-    uint64_t seen_version;
-    PyObject *seen;
-    Py_ssize_t end; /* of the rows of this dict whose values nobody needs; 0 for all but the first of them */
-} Row;
-
-typedef struct {
-    PyObject_HEAD
-    Py_ssize_t num_rows;
-    Py_ssize_t num_outputs;
-    Row *rows;
-} Plan;
+#include "plan.h"
 
 /* Whether two values are the same to any code that computes with them: 0.0 is not -0.0, and 1 is not True. */
 static int is_same(PyObject *a, PyObject *b)
@@ -76,12 +42,6 @@ static int is_same(PyObject *a, PyObject *b)
     }
     return equal;
 }
-
-#if PY_VERSION_HEX < 0x030E0000
-#define VERSION_OF(dict) (((PyDictObject *)(dict))->ma_version_tag)
-#else
-#define VERSION_OF(dict) 0 /* no such thing any more: everything is looked up */
-#endif
 
 /* The value of a place: a new reference, or NULL without an error if nothing is there. */
 static PyObject *get(const Row *row, PyObject *container)
@@ -139,7 +99,8 @@ static PyObject *get(const Row *row, PyObject *container)
         }
         return value;
     }
-    case GRAD: {
+    case GRAD:
+    case NO_GRAD: {
         /* torch warns about the gradient of a tensor that is no leaf. */
         PyObject *is_leaf = PyObject_GetAttrString(container, "is_leaf");
         PyObject *value = is_leaf == Py_True ? PyObject_GetAttr(container, row->key) : Py_NewRef(Py_None);
@@ -222,9 +183,11 @@ static int fits(const Row *row, PyObject *value, PyObject **values)
     }
 }
 
-static PyObject *read_plan(Plan *plan, PyObject *unused)
+#include "steady.c"
+
+/* Read every row. The values of the outputs as a list, or the number of the first row that does not fit. */
+static PyObject *read_all(Plan *plan)
 {
-    (void)unused;
     /* Its own, because a comparison may run Python code, and another thread may read meanwhile. */
     PyObject **values = PyMem_Calloc(plan->num_rows + 1, sizeof(PyObject *));
     PyObject *outputs = PyList_New(plan->num_outputs);
@@ -233,54 +196,49 @@ static PyObject *read_plan(Plan *plan, PyObject *unused)
         Py_XDECREF(outputs);
         return PyErr_NoMemory();
     }
-    Py_ssize_t failed = -1, num_read = 0, num_outputs = 0;
-    for (; num_read < plan->num_rows; num_read++) {
-        Row *row = &plan->rows[num_read];
-        if (row->end && VERSION_OF(row->container) == row->seen_version && row->seen_version) {
-            num_read = row->end - 1;
-            continue;
-        }
+    Py_ssize_t failed = -1, num_read = 0;
+    for (; num_read < plan->num_rows && failed < 0; num_read++) {
+        const Row *row = &plan->rows[num_read];
         PyObject *container = row->parent < 0 ? row->container : values[row->parent];
-        int is_dict = container != NULL && (row->get == DICT_ITEM || row->get == ITEM) && PyDict_Check(container);
-        PyObject *value;
-        int is_known = 0;
-        if (is_dict && row->seen_in == container && row->seen_version && row->seen_version == VERSION_OF(container)) {
-            value = Py_XNewRef(row->seen);
-            is_known = row->check < SIZE;
+        PyObject *value = values[num_read] = container == NULL ? NULL : get(row, container);
+        if (!fits(row, value, values)) {
+            failed = num_read;
         }
-        else {
-            value = container == NULL ? NULL : get(row, container);
-        }
-        values[num_read] = value;
-        if (!is_known && !fits(row, value, values)) {
-            failed = num_read++;
-            break;
-        }
-        if (is_dict && !is_known && !row->end) {
-            row->seen_in = container;
-            row->seen = value;
-            row->seen_version = VERSION_OF(container);
-        }
-        if (row->is_output) {
-            PyList_SET_ITEM(outputs, num_outputs++, Py_NewRef(value == NULL ? Py_None : value));
+        else if (row->is_output) {
+            PyList_SET_ITEM(outputs, row->output, Py_NewRef(value == NULL ? Py_None : value));
         }
     }
-    for (Py_ssize_t i = 0; i < num_read; i++) {
-        Row *row = &plan->rows[i];
-        if (row->end && i < row->end && failed < 0) {
-            row->seen_version = VERSION_OF(row->container); /* all rows of this dict have fitted */
+    plan->num_looked_at = num_read;
+    if (failed >= 0) {
+        for (Py_ssize_t i = 0; i < plan->num_outputs; i++) {
+            if (PyList_GET_ITEM(outputs, i) == NULL) {
+                PyList_SET_ITEM(outputs, i, Py_NewRef(Py_None));
+            }
         }
+        Py_DECREF(outputs);
+        outputs = PyLong_FromSsize_t(failed);
+    }
+    else if (remember(plan, values, outputs) < 0) {
+        Py_CLEAR(outputs);
+    }
+    for (Py_ssize_t i = 0; i < num_read; i++) {
         Py_XDECREF(values[i]);
     }
     PyMem_Free(values);
-    if (failed >= 0) {
-        for (; num_outputs < plan->num_outputs; num_outputs++) {
-            PyList_SET_ITEM(outputs, num_outputs, Py_NewRef(Py_None));
-        }
-        Py_DECREF(outputs);
-        return PyLong_FromSsize_t(failed);
-    }
     return outputs;
+}
+
+static PyObject *read_plan(Plan *plan, PyObject *unused)
+{
+    (void)unused;
+    if (plan->is_busy) { /* by another thread, or by code that a comparison runs */
+        return read_all(plan);
+    }
+    if (plan->kept != NULL && read_remembered(plan)) {
+        return Py_NewRef(plan->outputs);
+    }
+    forget(plan);
+    return read_all(plan);
 }
 
 static int traverse(Plan *plan, visitproc visit, void *arg)
@@ -291,12 +249,20 @@ static int traverse(Plan *plan, visitproc visit, void *arg)
         Py_VISIT(plan->rows[i].key);
         Py_VISIT(plan->rows[i].expected);
         Py_VISIT(plan->rows[i].keys);
+        if (plan->kept != NULL) {
+            Py_VISIT(plan->kept[i]);
+        }
     }
+    for (Py_ssize_t i = 0; i < plan->num_watches; i++) {
+        Py_VISIT(plan->watches[i].dict);
+    }
+    Py_VISIT(plan->outputs);
     return 0;
 }
 
 static int clear(Plan *plan)
 {
+    forget(plan);
     Row *rows = plan->rows;
     Py_ssize_t num_rows = plan->num_rows;
     plan->rows = NULL;
@@ -320,37 +286,22 @@ static void deallocate(Plan *plan)
     Py_DECREF(type);
 }
 
-/* Find the rows that stand together in a dict, and whose values nobody needs. */
-static int find_groups(Plan *plan)
+/* Find the rows whose values other rows need. */
+static void find_needed(Plan *plan)
 {
-    char *is_needed = PyMem_Calloc(plan->num_rows + 1, 1);
-    if (is_needed == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    plan->can_remember = HAS_VERSIONS;
     for (Py_ssize_t i = 0; i < plan->num_rows; i++) {
-        Row *row = &plan->rows[i];
+        const Row *row = &plan->rows[i];
         if (row->parent >= 0) {
-            is_needed[row->parent] = 1;
+            plan->rows[row->parent].is_needed = 1;
         }
         if (row->check == SAME_AS) {
-            is_needed[row->size] = 1;
+            plan->rows[row->size].is_needed = 1;
         }
-        is_needed[i] |= row->is_output || row->get != DICT_ITEM || row->parent >= 0 || row->check >= SIZE ||
-                        !PyDict_Check(row->container);
+        if (row->get == WEAK) {
+            plan->can_remember = 0;
+        }
     }
-    for (Py_ssize_t i = 0; i < plan->num_rows;) {
-        Py_ssize_t end = i;
-        while (end < plan->num_rows && !is_needed[end] && plan->rows[end].container == plan->rows[i].container) {
-            end++;
-        }
-        if (end > i) {
-            plan->rows[i].end = end;
-        }
-        i = end > i ? end : i + 1;
-    }
-    PyMem_Free(is_needed);
-    return 0;
 }
 
 static int initialize(Plan *plan, PyObject *args, PyObject *kwargs)
@@ -406,10 +357,12 @@ static int initialize(Plan *plan, PyObject *args, PyObject *kwargs)
         row->container = Py_NewRef(container);
         row->key = Py_NewRef(key);
         row->expected = Py_NewRef(expected);
+        row->output = plan->num_outputs;
         plan->num_outputs += row->is_output;
         plan->num_rows = i + 1;
     }
-    return find_groups(plan);
+    find_needed(plan);
+    return 0;
 }
 
 static PyMethodDef methods[] = {
@@ -418,9 +371,16 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef members[] = {
+    {"num_looked_at", T_PYSSIZET, offsetof(Plan, num_looked_at), READONLY,
+     "How many rows and dicts the last read has looked at."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot slots[] = {
     {Py_tp_init, initialize}, {Py_tp_dealloc, deallocate}, {Py_tp_traverse, traverse},
-    {Py_tp_clear, clear},     {Py_tp_methods, methods},    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_clear, clear},     {Py_tp_methods, methods},    {Py_tp_members, members},
+    {Py_tp_new, PyType_GenericNew},
     {0, NULL},
 };
 

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <mutex>
 #include <unordered_map>
 
 namespace lazystep {
@@ -20,23 +19,6 @@ py::object to_python(const Number& number) {
   } convert;
   return std::visit(convert, number);
 }
-
-// Sets the run of handles and memory under the recorder's lock. The runs that they had before are dropped
-// after the lock is free: see [Note: locks] in recorder.h.
-class Commit {
- public:
-  explicit Commit(const py::object& run) : box_(box_of(run)), lock_(recorder().mutex) {}
-
-  void set(Ptr<PyBox>& place) {
-    dropped_.push_back(std::move(place));
-    place = box_;
-  }
-
- private:
-  Ptr<PyBox> box_;
-  std::vector<Ptr<PyBox>> dropped_;
-  std::lock_guard<std::mutex> lock_;
-};
 
 }  // namespace
 
@@ -163,48 +145,6 @@ Ptr<Memory> Written::get(int64_t wanted) const {
   return nullptr;
 }
 
-Layout::Layout(
-    std::vector<int64_t> inputs, const std::vector<std::tuple<py::object, int64_t, int64_t>>& outputs,
-    std::vector<int64_t> written)
-    : inputs(std::move(inputs)), written(std::move(written)) {
-  for (const auto& [type, number, nbytes] : outputs) {
-    this->outputs.push_back({type_from_python(type.ptr()), number, nbytes});
-  }
-}
-
-Binding::Binding(const Layout& layout, std::vector<Ptr<Handle>> handles)
-    : inputs(std::make_shared<Handles>(Handles{std::move(handles)})),
-      outputs(std::make_shared<Handles>()),
-      written(std::make_shared<Written>()) {
-  const auto& given = inputs->handles;
-  TORCH_CHECK(given.size() == layout.inputs.size(), "a program has ", layout.inputs.size(), " inputs");
-  std::unordered_map<int64_t, Ptr<Memory>> memories;
-  for (size_t i = 0; i < given.size(); ++i) memories[layout.inputs[i]] = given[i]->memory;
-  std::unordered_map<Memory*, int64_t> origins;
-  if (has_offset(given)) origins = origins_of(given);
-  for (const auto& [type, number, nbytes] : layout.outputs) {
-    Ptr<Memory>& memory = memories[number];
-    if (!memory) memory = c10::make_intrusive<Memory>(nbytes);
-    auto origin = origins.find(memory.get());
-    Ptr<Type> there = type;
-    if (origin != origins.end() && origin->second > 0) {
-      there = type_at(*type, type->offset + origin->second / static_cast<int64_t>(c10::elementSize(type->dtype)));
-    }
-    outputs->handles.push_back(c10::make_intrusive<Handle>(std::move(there), memory));
-  }
-  for (int64_t number : layout.written) written->memories.emplace_back(number, memories.at(number));
-}
-
-void Binding::commit(const py::object& run) {
-  Commit commit(run);
-  for (const auto& handle : inputs->handles) handle->pristine = false;
-  for (const auto& [number, memory] : written->memories) commit.set(memory->run);
-  for (const auto& handle : outputs->handles) {
-    commit.set(handle->run);
-    commit.set(handle->memory->run);
-  }
-}
-
 Cut::Cut(Finished finished, Ptr<KnownRecording> known)
     : id(finished.recording.id),
       known(std::move(known)),
@@ -237,13 +177,13 @@ Handles Cut::handles_of(const py::tuple& values) const {
 void Cut::commit(const py::object& run) {
   Commit commit(run);
   auto set_writer = [&](Memory& memory) {
-    commit.set(memory.run);
+    commit.set(memory);
     // Another thread's next recording may have written it already.
     if (memory.writer == id) memory.writer = 0;
   };
   for (const auto& [number, memory] : written->memories) set_writer(*memory);
   for (const auto& [value, handle] : live_) {
-    commit.set(handle->run);
+    commit.set(*handle);
     if (handle->memory->writer == id) set_writer(*handle->memory);
   }
 }

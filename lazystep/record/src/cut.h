@@ -1,10 +1,11 @@
-// A finished recording, or a known program on given inputs, as the barrier hands it to a run.
+// A finished recording, as the barrier hands it to a run.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
-#include <tuple>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "recorder.h"
@@ -40,31 +41,32 @@ struct Written {
   Ptr<Memory> get(int64_t number) const;
 };
 
-// The storages of a program: those of its inputs and outputs, and those that it writes.
-struct Layout {
-  struct Output {
-    Ptr<Type> type;
-    int64_t number;
-    int64_t nbytes;
-  };
+// Tells handles and memory which run makes or writes them, under the recorder's lock. What they had before is
+// dropped after the lock is free: see [Note: locks] in recorder.h.
+class Commit {
+ public:
+  explicit Commit(const py::object& run) : box_(c10::make_intrusive<PyBox>(run.ptr())), lock_(recorder().mutex) {}
 
-  Layout(std::vector<int64_t> inputs, const std::vector<std::tuple<py::object, int64_t, int64_t>>& outputs,
-         std::vector<int64_t> written);
+  void set(Handle& handle) {
+    dropped_.push_back(std::move(handle.run));
+    handle.run = box_;
+  }
+  // Unless the memory knows of this run already.
+  void set(Memory& memory) {
+    const auto& known = memory.run();
+    if (!known || known->python.get() != box_->python.get()) set(memory, box_);
+  }
+  void set(Memory& memory, const Ptr<PyBox>& box) { dropped_.push_back(memory.set_run(box)); }
+  // All memory that has this box.
+  void set(PyBox& box, const py::object& run) {
+    dropped_runs_.push_back(std::exchange(box.python, PyRef::borrow(run.ptr())));
+  }
 
-  std::vector<int64_t> inputs;
-  std::vector<Output> outputs;
-  std::vector<int64_t> written;
-};
-
-// A known program on given inputs, without a recording.
-struct Binding {
-  Binding(const Layout& layout, std::vector<Ptr<Handle>> handles);
-
-  // Tell the handles and their memory which run makes and writes them.
-  void commit(const py::object& run);
-
-  std::shared_ptr<Handles> inputs, outputs;
-  std::shared_ptr<Written> written;
+ private:
+  Ptr<PyBox> box_;
+  std::vector<Ptr<PyBox>> dropped_;
+  std::vector<PyRef> dropped_runs_;
+  std::lock_guard<std::mutex> lock_;
 };
 
 // A finished recording.

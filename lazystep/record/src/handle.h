@@ -63,6 +63,7 @@ inline Ptr<Type> type_at(const Type& type, int64_t offset) { return type_at(type
 struct PyBox : c10::intrusive_ptr_target {
   explicit PyBox(PyObject* object) : python(PyRef::borrow(object)) {}
   PyRef python;
+  std::atomic<int64_t> num_places{0};  // memory whose run it holds: see [Note: one box] in replay.h
 };
 
 // Recordings are known by number, never by address: zero is no recording.
@@ -93,10 +94,20 @@ struct Memory : c10::StorageImpl {
   // Under the GIL:
   PyRef error;
   PyRef snapshots;
-  Ptr<PyBox> run;  // the last queued step that makes or writes it
   int64_t address = 0;  // what `data_ptr` shows, given at the first question
+  const Ptr<PyBox>& run() const { return run_; }  // the last queued step that makes or writes it
+  // Returns the box that it had. To be dropped without the recorder's lock.
+  Ptr<PyBox> set_run(Ptr<PyBox> box) {
+    if (box) ++box->num_places;
+    if (run_) --run_->num_places;
+    run_.swap(box);
+    return box;
+  }
 
   void release_resources() override;
+
+ private:
+  Ptr<PyBox> run_;
 };
 
 // A tensor value: its type, its memory and, once it has been computed, its real tensor.

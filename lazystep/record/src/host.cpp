@@ -1,8 +1,11 @@
 #include "host.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+
+#include <cstring>
 
 #include "modes.h"
 
@@ -111,6 +114,17 @@ bool copy_from_host(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(result));
   return true;
+}
+
+at::Tensor copy_plain_from_host(const at::Tensor& tensor) {
+  if (!is_plain_cpu(tensor) || tensor.requires_grad() || !tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg() ||
+      tensor.is_inference()) {
+    return {};
+  }
+  // With the strides of a dimension of size one as they are, as `_to_copy` has it.
+  at::Tensor copy = at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type());
+  if (tensor.numel() > 0) std::memcpy(copy.data_ptr(), tensor.const_data_ptr(), tensor.nbytes());
+  return to_lazy(std::move(copy), false);
 }
 
 }  // namespace lazystep

@@ -23,4 +23,8 @@ bool make_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, bool 
 // A copy of a CPU tensor as a lazy one, for `_to_copy`. False as above.
 bool copy_from_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+// The same without torch's dispatcher, for a plain, contiguous CPU tensor that wants no gradient; for any other
+// an undefined tensor. The caller sees to it that no mode is on.
+at::Tensor copy_plain_from_host(const at::Tensor& tensor);
+
 }  // namespace lazystep

@@ -7,6 +7,7 @@
 #include "cut.h"
 #include "host.h"
 #include "kernel.h"
+#include "replay.h"
 
 namespace lazystep {
 
@@ -46,26 +47,11 @@ std::vector<Ptr<Handle>> find_handles(const py::list& objects) {
   return handles;
 }
 
-bool have_handles(const py::list& objects, const py::list& handles) {
-  if (objects.size() != handles.size()) return false;
-  for (size_t i = 0; i < objects.size(); ++i) {
-    LazyImpl* lazy = lazy_impl(objects[i]);
-    if (lazy == nullptr || lazy->handle().get() != py::cast<Handle*>(handles[i])) return false;
-  }
-  return true;
-}
-
-// A byte per tensor: gradient wanted (1), there (2), hooks before (4) or after its accumulation (8), no leaf (16).
+// A byte per tensor: see `Flag`.
 py::bytes gradient_flags(const py::list& tensors) {
   std::string flags(tensors.size(), 0);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = THPVariable_Unpack(tensors[i].ptr());
-    // A tensor that autograd has never met has none of these.
-    if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) continue;
-    flags[i] = static_cast<char>(
-        tensor.requires_grad() | (torch::autograd::impl::get_autograd_meta(tensor)->grad_.defined() << 1) |
-        (!torch::autograd::impl::hooks(tensor).empty() << 2) |
-        ((torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) << 3) | (!tensor.is_leaf() << 4));
+    flags[i] = static_cast<char>(gradient_flags_of(THPVariable_Unpack(tensors[i].ptr())));
   }
   return py::bytes(flags);
 }
@@ -105,8 +91,8 @@ void define_handles(py::module_& module) {
             memory.has_error = !error.is_none();
           })
       .def_property(
-          "run", [](const Memory& memory) { return none_if_null(memory.run); },
-          [](Memory& memory, const py::object& run) { memory.run = box_of(run); })
+          "run", [](const Memory& memory) { return none_if_null(memory.run()); },
+          [](Memory& memory, const py::object& run) { memory.set_run(box_of(run)); })
       .def_property(
           "snapshots",
           [](const Memory& memory) -> py::object {
@@ -172,7 +158,6 @@ void define_handles(py::module_& module) {
   module.def("is_stale_view", &is_stale_view);
   module.def("find_handle", &find_handle);
   module.def("find_handles", &find_handles);
-  module.def("have_handles", &have_handles);
   module.def("gradient_flags", &gradient_flags);
   module.def("wrap", [](Ptr<Handle> handle) { return make_tensor(std::move(handle)); });
   module.def("retype", [](py::handle tensor, Ptr<Handle> handle) {
@@ -193,20 +178,6 @@ void define_recorder(py::module_& module) {
   py::class_<Written, std::shared_ptr<Written>>(module, "Written")
       .def("with_snapshots", &Written::with_snapshots)
       .def("get", &Written::get);
-
-  py::class_<Layout>(module, "Layout")
-      .def(
-          py::init<
-              std::vector<int64_t>, const std::vector<std::tuple<py::object, int64_t, int64_t>>&,
-              std::vector<int64_t>>(),
-          py::arg("inputs"), py::arg("outputs"), py::arg("written"));
-
-  py::class_<Binding>(module, "Binding")
-      .def(py::init<const Layout&, std::vector<Ptr<Handle>>>(), py::arg("layout"), py::arg("inputs"))
-      .def_readonly("inputs", &Binding::inputs)
-      .def_readonly("outputs", &Binding::outputs)
-      .def_readonly("written", &Binding::written)
-      .def("commit", &Binding::commit);
 
   py::class_<Cut>(module, "Cut")
       .def_readonly("known", &Cut::known)
@@ -234,6 +205,49 @@ void define_recorder(py::module_& module) {
   });
   module.def("peek", [] { return recorder().peek(); });
   module.def("guess_next", [](const Ptr<KnownRecording>& known) { recorder().guess_next(known); });
+}
+
+void define_replays(py::module_& module) {
+  module.def("plain_modes", &plain_modes);
+  module.def("take_arguments", &take_arguments);
+
+  py::class_<TensorFlags>(module, "TensorFlags")
+      .def(
+          py::init([](std::vector<size_t> positions, const py::bytes& flags, const py::bytes& ignored) {
+            return TensorFlags(std::move(positions), flags, ignored);
+          }),
+          py::arg("positions"), py::arg("flags"), py::arg("ignored"))
+      .def("hold", &TensorFlags::hold);
+
+  py::class_<Layout>(module, "Layout")
+      .def(
+          py::init<
+              std::vector<int64_t>, const std::vector<std::tuple<py::object, int64_t, int64_t>>&,
+              std::vector<int64_t>>(),
+          py::arg("inputs"), py::arg("outputs"), py::arg("written"));
+
+  py::class_<State>(module, "State")
+      .def(
+          py::init<Layout, std::vector<size_t>, std::vector<std::pair<size_t, size_t>>>(), py::arg("layout"),
+          py::arg("tensors"), py::arg("arguments"))
+      .def("given", &State::given)
+      .def("remember", &State::remember);
+
+  py::class_<BoundInputs, std::shared_ptr<BoundInputs>>(module, "BoundInputs")
+      .def("tensors", &BoundInputs::tensors)
+      .def("suspects", &BoundInputs::suspects);
+
+  py::class_<Binding>(module, "Binding")
+      .def(py::init<const State&, Given>(), py::arg("state"), py::arg("given"))
+      .def_readonly("inputs", &Binding::inputs)
+      .def_readonly("outputs", &Binding::outputs)
+      .def_readonly("written", &Binding::written)
+      .def("commit", &Binding::commit);
+
+  py::class_<Counts>(module, "Counts")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("tensors"))
+      .def("read", &Counts::read)
+      .def("write", &Counts::write);
 }
 
 void define_registration(py::module_& module) {
@@ -277,6 +291,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   define_handles(module);
   define_recorder(module);
+  define_replays(module);
   define_registration(module);
 }
 

@@ -13,4 +13,6 @@
 
 #include "cut.cpp"
 
+#include "replay.cpp"
+
 #include "module.cpp"
