@@ -5,7 +5,8 @@
 Each variant trains the same four models with AdamW in its own process, and all variants take turns in rounds.
 Before each step the training thread samples the batch on the host. Other numbers: the first step, the time
 until the first native step, the cost of the build for the steps meanwhile, the start with a library on disk,
-the rate beside a busy Python thread, and the cost of one replay call. `steps_report` has the goals.
+the rate beside a busy Python thread, the cost of one replay call, and the share of audits. `steps_report` has
+the goals.
 
 JAX takes part if `make bench-peers` has made its environment. Libraries and compiled code go to temporary
 directories, so every start except the warm start is cold.
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from .models import MODELS
 from .recording import System, Trainer, load_system
 from .steps_report import (
+    AUDITS,
     BUSY,
     COMPILED_MODEL,
     COMPILED_STEP,
@@ -46,6 +48,7 @@ from .steps_report import (
     WITHOUT_BUILD,
     Outcome,
     all_tables,
+    audit_share,
 )
 from .timing import (
     Measurements,
@@ -140,6 +143,7 @@ class Worker:
             "ready": self.ready,
             "turn": self.turn,
             "calls": self.calls,
+            "audits": self.audits,
         }
         return tasks[task](**details)
 
@@ -254,6 +258,28 @@ class Worker:
             seconds.append(time.perf_counter() - before)
         self.system.wait()
         return {REPLAY_CALL: statistics.median(seconds)}
+
+    def audits(self, max_seconds: float) -> dict[str, float]:
+        """The share of the time that audits take, from one steady audit to the next."""
+        from lazystep import metrics
+
+        calls: list[tuple[float, bool]] = []
+        num_audits, begin, give_up_at = -1, 0.0, time.perf_counter() + max_seconds
+        while num_audits < 1 and time.perf_counter() < give_up_at:
+            x, y = self.make_batch()
+            num_before = metrics.counter_value("captures_audited")
+            before = time.thread_time()
+            self.step(x, y)
+            seconds = time.thread_time() - before
+            is_audit = metrics.counter_value("captures_audited") > num_before
+            num_audits += is_audit
+            if num_audits == 0 and is_audit:
+                begin = time.perf_counter()  # the audit that begins the period is not part of it
+            elif num_audits >= 0:
+                calls.append((seconds, is_audit))
+        share = audit_share(calls, time.perf_counter() - begin)
+        self.system.wait()
+        return {} if share is None else {AUDITS: share}
 
     def _num_native(self) -> float:
         if self.name not in (LOOP, STEP):
@@ -384,6 +410,11 @@ def measure_model(model: str, plan: Plan, directory: Path) -> Outcome:
             replays = interleave(calls, 1, plan.num_call_groups, plan.max_seconds, [REPLAY_CALL])
             once.samples |= replays.samples
             once.failures |= replays.failures
+            try:
+                shares = systems[STEP].ask(task="audits", max_seconds=plan.max_seconds)
+                once.samples |= {name: [share] for name, share in shares.items()}
+            except PeerError as error:
+                once.failures[AUDITS] = str(error)
     measure_warm_start(model, directory, once)
     return Outcome(steps, once, busy)
 

@@ -1,8 +1,8 @@
 """Tables and goals from the measurements of `steps`. This file measures nothing.
 
 Names of numbers: `<variant>` is its seconds per step. `<variant>, busy` is the same beside a spinning thread.
-`<variant>, native` is the share of its steps that ran natively. All other numbers (`first step, <variant>`,
-`until native`, `warm start`, ...) are seconds.
+`<variant>, native` is the share of its steps that ran natively. `audits` is a share of the time. All other
+numbers (`first step, <variant>`, `until native`, `warm start`, ...) are seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ FIRST_STEPS = (EAGER, COMPILED_MODEL, JAX, LOOP)
 BUSY = (EAGER, COMPILED_MODEL, JAX, LOOP, STEP)
 WHILE_BUILDING, WITHOUT_BUILD = "while building", "without a build"
 REPLAY_CALL = "replay call"
+AUDITS = "audits"
 OTHERS = "processor time taken by others"
 
 
@@ -131,11 +132,31 @@ def _goals() -> list[Goal[Outcomes]]:
             unit=" µs",
             scale=1e6,
         ),
+        Goal(
+            "steady audits of captured steps: 1 % of the time at most",
+            _medians(AUDITS),
+            at_most=0.01,
+            unit=" %",
+            scale=1e2,
+        ),
     ]
     return goals
 
 
 GOALS = _goals()
+
+
+def audit_share(calls: Sequence[tuple[float, bool]], seconds: float) -> float | None:
+    """The share of the time that audits take: of `seconds`, which these calls and all between them took.
+
+    `calls`: the training thread's processor time of each call, and whether the call was an audit. An audit
+    also does the work of a replay, which does not count. None if there was no audit, or nothing else.
+    """
+    audits = [time for time, is_audit in calls if is_audit]
+    replays = [time for time, is_audit in calls if not is_audit]
+    if not audits or not replays:
+        return None
+    return sum(audits) / seconds - len(audits) * statistics.median(replays) / seconds
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -224,11 +245,14 @@ def calls_table(outcomes: Outcomes) -> Table:
     for model, (_, once, _) in outcomes.items():
         is_there = REPLAY_CALL in once.samples
         cell = once.spread(REPLAY_CALL).format(1e6, 0) if is_there else once.failures.get(REPLAY_CALL, "-")
-        rows.append([model, cell])
+        audits = f"{once.spread(AUDITS).median:.2%}" if AUDITS in once.samples else "-"
+        rows.append([model, cell, audits])
     note = (
-        "µs of the training thread, with CPU tensors as arguments and places free among the steps in flight."
+        "Replay call: µs of the training thread, with CPU tensors as arguments and places free among the "
+        "steps in flight. Audits: the share of the time from one steady audit to the next that the training "
+        "thread spends on the audit, beyond what a replay takes."
     )
-    return Table("One replay call of `@lazystep.step`", ["model", "replay call"], rows, note)
+    return Table("One replay call of `@lazystep.step`", ["model", "replay call", AUDITS], rows, note)
 
 
 def goals_table(outcomes: Outcomes) -> Table:

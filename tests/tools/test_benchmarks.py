@@ -5,10 +5,13 @@ import math
 from dataclasses import asdict
 
 import pytest
+import torch
 
+import lazystep
 from benchmarks import steps
 from benchmarks.__main__ import summary
 from benchmarks.steps_report import (
+    AUDITS,
     COMPILED_MODEL,
     COMPILED_STEP,
     EAGER,
@@ -22,6 +25,7 @@ from benchmarks.steps_report import (
     Goal,
     Outcome,
     all_tables,
+    audit_share,
     geometric_mean,
     goals_table,
     rates_table,
@@ -29,6 +33,7 @@ from benchmarks.steps_report import (
     steps_table,
 )
 from benchmarks.timing import RESULTS, Measurements
+from lazystep.capture import step as capture_step
 
 # Seconds a step: every goal is met.
 GOOD = dict(zip(VARIANTS, (10.0, 9.0, 8.0, 7.0, 90.0, 6.0, 5.0, 4.0), strict=True))
@@ -44,7 +49,7 @@ def make_outcome(failures=(), others=0.0, **changed):
         steps.failures[name] = f"{name} broke"
         steps.samples[name] = steps.samples[name][:1]  # it broke in the second round
     once = Measurements({f"first step, {EAGER}": [0.1], f"first step, {LOOP}": [0.3], "warm start": [0.5]})
-    once.samples |= {"until native": [20.0], REPLAY_CALL: [90e-6]}
+    once.samples |= {"until native": [20.0], REPLAY_CALL: [90e-6], AUDITS: [0.008]}
     busy = Measurements({LOOP: [5.0, 5.0], f"{LOOP}, busy": [10.0, 20.0]})
     return Outcome(steps, once, busy)
 
@@ -96,6 +101,40 @@ def test_replay_call_is_judged_on_the_gpt_alone():
     assert goal.judge({"mlp": slow, "gpt": make_outcome()}) == ("met", "gpt 90 µs")
     assert goal.judge({"gpt": slow}) == ("missed", "gpt 150 µs")
     assert goal.judge({"mlp": slow}) == ("not measured", "gpt missing")
+
+
+def test_audits_are_judged_on_each_model():
+    (goal,) = (goal for goal in GOALS if goal.text.startswith("steady audits"))
+    often = make_outcome()
+    often.once.samples[AUDITS] = [0.02]
+    assert goal.judge({"mlp": make_outcome(), "gpt": make_outcome()})[0] == "met"
+    assert goal.judge({"mlp": make_outcome(), "gpt": often}) == ("missed", "mlp 0.8 %, gpt 2 %")
+    del often.once.samples[AUDITS]
+    assert goal.judge({"mlp": make_outcome(), "gpt": often})[0] == "not measured"
+
+
+def test_share_of_audits_is_what_they_cost_beyond_replays():
+    calls = [(1e-4, False)] * 99 + [(1e-2, True)]
+    assert math.isclose(audit_share(calls, 1.0), 0.0099)
+    assert audit_share(calls[:-1], 1.0) is None  # no audit
+    assert audit_share(calls[-1:], 1.0) is None  # nothing but an audit
+
+
+def test_audits_of_a_step_are_measured_from_one_to_the_next(monkeypatch):
+    worker = steps.Worker.__new__(steps.Worker)
+    worker.system = steps.load_system("lazystep")
+    worker.name = STEP
+    weight = torch.zeros(2, 2, device="lazy")
+    monkeypatch.setattr(capture_step, "_EARLY_AUDITS", 1)
+    monkeypatch.setattr(capture_step, "_MIN_INTERVAL", 3)
+    monkeypatch.setattr(capture_step, "_AUDIT_SHARE", 1e6)
+    worker.step = lazystep.step(lambda x, y: weight.add_(x * y))
+    worker.make_batch = lambda: (torch.ones(2, 2), torch.ones(2, 2))
+    before = lazystep.metrics.counter_value("captures_audited")
+    numbers = worker.audits(max_seconds=60)
+    assert lazystep.metrics.counter_value("captures_audited") == before + 2
+    assert set(numbers) == {AUDITS}
+    assert worker.audits(max_seconds=0) == {}
 
 
 @pytest.mark.parametrize(
