@@ -17,7 +17,7 @@ from pathlib import Path
 from .goals import TITLE
 from .timing import RESULTS, Table
 
-BENCHMARKS = ("recording", "closures", "checkpoints", "steps", "sizes", "shapes", "overlap")
+BENCHMARKS = ("recording", "closures", "checkpoints", "steps", "sizes", "large", "shapes", "overlap")
 
 
 def summary(directory: Path) -> str:

@@ -14,6 +14,7 @@ model on any device:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -180,8 +181,16 @@ def lstm(num_steps: int = 24, width: int = 64, batch_size: int = 16) -> Workload
 
 MODELS: dict[str, Callable[..., Workload]] = {"mlp": mlp, "gpt": gpt, "conv": conv, "lstm": lstm}
 
+# Transformers with 50 and 120 million parameters.
+LARGE: dict[str, Callable[..., Workload]] = {
+    "gpt-50m": functools.partial(gpt, num_layers=16, width=512, num_heads=8),
+    "gpt-120m": functools.partial(gpt, num_layers=17, width=768, num_heads=12),
+}
+
 
 def make_workload(name: str) -> Workload:
     """A model by its name, or by name and width: `gpt:64`."""
+    if name in LARGE:
+        return LARGE[name]()
     kind, _, width = name.partition(":")
     return MODELS[kind](width=int(width)) if width else MODELS[kind]()

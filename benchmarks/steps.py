@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import resource
 import statistics
 import sys
 import tempfile
@@ -144,6 +145,7 @@ class Worker:
             "turn": self.turn,
             "calls": self.calls,
             "audits": self.audits,
+            "peak_memory": self.peak_memory,
         }
         return tasks[task](**details)
 
@@ -280,6 +282,10 @@ class Worker:
         share = audit_share(calls, time.perf_counter() - begin)
         self.system.wait()
         return {} if share is None else {AUDITS: share}
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most bytes that this process has had in memory so far."""
+        return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
 
     def _num_native(self) -> float:
         if self.name not in (LOOP, STEP):

@@ -202,3 +202,21 @@ def test_readme_shows_the_table_of_the_run_on_disk():
     readme = (RESULTS.parent.parent / "README.md").read_text()
     assert readme_table(report) in readme
     assert report["machine"]["date"] in readme
+
+
+def test_large_models_have_the_parameters_of_their_names_and_goals_follow_from_numbers():
+    from benchmarks import large
+    from benchmarks.models import LARGE, make_workload
+
+    assert make_workload("gpt:32").model is not None
+    with torch.device("meta"):
+        sizes = {name: sum(p.numel() for p in make().model.parameters()) for name, make in LARGE.items()}
+    assert [round(size / 1e6) for size in sizes.values()] == [51, 121]
+    seconds = {EAGER: [2.0, 4.0], STEP: [1.0, 2.0], LOOP: [2.5, 5.0]}
+    outcome = large.Outcome(Measurements(seconds), Measurements(), {EAGER: 100.0, LOOP: 110.0})
+    assert [goal.judge({"gpt": outcome})[0] for goal in large.GOALS] == ["met", "missed", "met"]
+    missing = large.Outcome(Measurements({EAGER: [1.0]}), Measurements(), {})
+    assert [goal.judge({"gpt": missing})[0] for goal in large.GOALS] == ["not measured"] * 3
+    failed = dict.fromkeys(large.VARIANTS, "it broke")
+    rows = large.to_table({"gpt": outcome._replace(steps=Measurements(seconds, failures=failed))}).rows
+    assert [row[2] for row in rows[:-1]] == ["it broke"] * len(large.VARIANTS)
