@@ -28,6 +28,10 @@ EXTENSIONS = {
     "lazystep.capture._places": "lazystep/capture/src/places.c",
     "lazystep.capture._witness": "lazystep/capture/src/witness.c",
 }
+# The one with arithmetic of its own: its loops use vector instructions, and every machine gets the same bits.
+LOOPS = {
+    "lazystep.execute._library": ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+}
 # The lowest standard that torch's headers compile with. Of C++20 they use default values of bit-fields, which
 # compilers take in C++17 as well, with a warning.
 STANDARD = "c++17"
@@ -122,7 +126,7 @@ def extensions() -> dict[str, Any]:
         else CppExtension(
             name,
             [source],
-            extra_compile_args=[f"-std={STANDARD}", "-Wno-c++20-extensions", *shared],
+            extra_compile_args=[f"-std={STANDARD}", "-Wno-c++20-extensions", *shared, *LOOPS.get(name, ())],
             extra_link_args=link_flags,
         )
         for name, source in EXTENSIONS.items()

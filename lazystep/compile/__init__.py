@@ -1,4 +1,4 @@
 """Compile: builds the native library of a program, in the background.
 
-Reading order: key, lower (with scalars and fused), symbolic, inductor, worker, builder, cache.
+Reading order: key, lower (with scalars, update and fused), symbolic, inductor, worker, builder, cache.
 """

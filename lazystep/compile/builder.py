@@ -303,6 +303,9 @@ class Builder:
                 "fixed": {slot: repr(value) for slot, value in request.fixed.items()},
                 "proxy_ops": answer["proxy_ops"],
                 "build_seconds": answer["seconds"],
+                "build_processor_seconds": answer["processor_seconds"],
+                "graph_nodes": answer["nodes"],
+                "wrapper_lines": answer["wrapper_lines"],
                 "program": str(request.program),
             }
             if request.plan is not None:

@@ -1,27 +1,54 @@
-"""A fix for Inductor's scheduler, in the builder process only: torch 2.13 fuses loops that must stay apart.
+"""Inductor as the builder process uses it: one call, and the changes to torch 2.13 that the call needs.
 
-A loop that reads a buffer may be fused with a loop that overwrites the buffer only if both touch the same
-element in the same iteration. `Scheduler.fusable_weak_dep` looks for reads under the buffer's first name.
-After an in-place write, later reads carry the name of that write. So they are overlooked, and the fused loop
-reads elements that it has already overwritten.
+The changes are made in this process only, which does nothing but build:
 
-For example, `x.diagonal().mul_(2)` followed by `x.diagonal()[1:].add_(x.diagonal()[:-1])` gives wrong numbers
-under `torch.compile`. In lazystep, a step that updates two overlapping tensors would.
+- The scheduler keeps loops apart that must stay apart. A loop that reads a buffer may be fused with a loop
+  that overwrites the buffer only if both touch the same element in the same iteration.
+  `Scheduler.fusable_weak_dep` looks for reads under the buffer's first name. After an in-place write, later
+  reads carry the name of that write. So they are overlooked, and the fused loop reads elements that it has
+  already overwritten. For example, `x.diagonal().mul_(2)` followed by
+  `x.diagonal()[1:].add_(x.diagonal()[:-1])` gives wrong numbers under `torch.compile`.
+- The graph is not traced again. `lower` hands over a graph without mutation, made of the ops that Inductor
+  knows, and `aot_export_module` would make the same graph once more, node by node.
+- The library has no code that checks its inputs. It would run only if an environment variable is set, takes
+  three quarters of the wrapper's lines, and `execute/native.py` checks every argument.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.scheduler import Scheduler
 
 _fusable_weak_dep = Scheduler.fusable_weak_dep
 
 
-def mend_scheduler() -> None:
-    """Refuse the wrong fusions from now on, in this process."""
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Inductor's decompositions: what a graph must have been traced with for `compile_graph`."""
+    return select_decomp_table()
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
+) -> None:
+    """Compile a graph from `lower` to the library that the options name. Takes up to a minute."""
+    _change_torch()
+    torch._inductor.aot_compile(graph, tuple(inputs), options=dict(options))
+
+
+def _change_torch() -> None:
+    # Imported here: lowering alone does not need the modules, and importing them warns of a deprecation.
+    from torch._inductor import compile_fx
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
     Scheduler.fusable_weak_dep = _fusable_in_place  # type: ignore[method-assign, assignment]
+    compile_fx.aot_export_module = _as_it_is  # type: ignore[attr-defined, assignment]
+    compile_fx._unlift_graph = lambda mod, gm, graph_signature: gm
+    CppWrapperCpu.generate_input_output_runtime_checks = _write_no_checks  # type: ignore[method-assign]
 
 
 def _fusable_in_place(scheduler: Scheduler, weak_dep: Any, node1: Any, node2: Any) -> bool:
@@ -35,4 +62,18 @@ def _fusable_in_place(scheduler: Scheduler, weak_dep: Any, node1: Any, node2: An
         isinstance(read, MemoryDep) and read.index == write.index and read.size == write.size
         for read in node1.read_writes.reads
         if names.get(read.name, read.name) == buffer
+    )
+
+
+def _as_it_is(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> tuple[torch.fx.GraphModule, None]:
+    return graph, None
+
+
+def _write_no_checks(wrapper: Any) -> None:
+    # The generated code calls the first function, and asks the second before each check of a kernel's result.
+    wrapper.prefix.splice_aot(
+        """
+        static inline void __check_inputs_outputs(AtenTensorHandle*, AtenTensorHandle*) {}
+        static constexpr bool _check_aoti_runtime_check_inputs_env() { return false; }
+        """
     )

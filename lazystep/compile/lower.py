@@ -19,7 +19,9 @@ from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve
 from ..program.signature import Signature
 from ..program.types import TensorType
 from .fused import FUSED
+from .inductor import decompositions
 from .scalars import FreeScalar, base_name, bind, call_with_scalars, expand_foreach, run_plain
+from .update import Update, find_updates, lanes_of, write_in_place
 
 # Ops that return their argument: each would cost a copy after functionalization.
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -67,8 +69,16 @@ def trace(
 
     functional = torch.func.functionalize(step, remove="mutations")
     with mode, torch.no_grad():
-        graph = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        graph = make_fx(
+            functional,
+            decomposition_table=dict(decompositions()),
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
+        )(*inputs)
     _drop_aliases(graph)
+    write_in_place(graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
     return graph
 
 
@@ -83,6 +93,8 @@ class _Interpreter:
         flat: Sequence[torch.Tensor],
     ) -> None:
         self._program = program
+        self._signature = signature
+        self._fixed = fixed
         self._returned = signature.returned
         self._tensors: dict[int, torch.Tensor] = {}
         arguments, rest = flat[: len(signature.arguments)], list(flat[len(signature.arguments) :])
@@ -98,19 +110,37 @@ class _Interpreter:
                 tensor = tensor.as_strided(type_.shape, type_.stride, type_.offset)
             self._tensors[value] = tensor
         self._scalars: dict[int, Any] = dict(fixed)
+        self._vectors: dict[type, torch.Tensor] = {}
         for slots, kind in ((signature.floats, float), (signature.ints, int)):
             if slots:
-                vector = rest.pop(0)
-                self._scalars |= {slot: FreeScalar(vector[n], kind) for n, slot in enumerate(slots)}
+                vector = self._vectors[kind] = rest.pop(0)
+                self._scalars |= {slot: FreeScalar(vector, n, kind) for n, slot in enumerate(slots)}
 
     def run(self) -> list[torch.Tensor]:
         """Run every instruction, and return the tensors that the signature returns."""
+        updates = find_updates(self._program, self._signature)
+        due = {update.before: update for update in updates}
+        updating = {position for update in updates for position in update.positions}
         for position, instruction in enumerate(self._program.instructions):
             try:
-                self._run_instruction(instruction)
+                if position in due:
+                    self._run_update(due[position])
+                if position not in updating:
+                    self._run_instruction(instruction)
             except Exception as error:
                 raise LoweringError(instruction.op, position, error) from error
+        if (end := len(self._program.instructions)) in due:
+            self._run_update(due[end])
         return [self._tensors[value] for value in self._returned]
+
+    def _run_update(self, update: Update) -> None:
+        lanes = lanes_of(self._program, update, self._signature, self._fixed)
+        written = [self._tensors[value] for value in lanes.written]
+        read = [self._tensors[value] for value in lanes.read]
+        floats, ints = self._vectors.get(float), self._vectors.get(int)
+        new = torch.ops.lazystep.updated.default(written, read, floats, ints, lanes.code)
+        for tensor, value in zip(written, new, strict=True):
+            tensor.copy_(value)
 
     def _run_instruction(self, instruction: Instruction) -> None:
         args = [self._fill(arg) for arg in instruction.args]
@@ -235,4 +265,3 @@ def _drop_aliases(graph: torch.fx.GraphModule) -> None:
         if node.op == "call_function" and node.target in _TRANSPARENT:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-    graph.recompile()

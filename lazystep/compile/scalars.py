@@ -243,13 +243,19 @@ def _as_tensor(bound: Any, like: torch.Tensor) -> Any:
 
 
 class FreeScalar:
-    """A free scalar before its cast: a 0-d float64 or int64 tensor in place of a Python number."""
+    """A free scalar before its cast: an element of the library's float64 or int64 vector."""
 
-    __slots__ = ("kind", "tensor")
+    __slots__ = ("_index", "_vector", "kind")
 
-    def __init__(self, tensor: torch.Tensor, kind: type) -> None:
-        self.tensor = tensor
+    def __init__(self, vector: torch.Tensor, index: int, kind: type) -> None:
+        self._vector = vector
+        self._index = index
         self.kind = kind
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The 0-d tensor in place of a Python number."""
+        return self._vector[self._index]
 
 
 def _in_opmath(call: Callable[..., Any], bound: dict[str, Any], out: torch.dtype) -> Any:

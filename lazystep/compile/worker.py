@@ -38,7 +38,7 @@ def main() -> None:
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     while True:
         request = json.loads(requests.get())
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), _processor_seconds()
         try:
             answer = _build(request)
         except BaseException as error:
@@ -48,6 +48,7 @@ def main() -> None:
             # Only the parent has the user's lines: it finds the line of the instruction at this position.
             answer["position"] = getattr(error, "position", None)
         answer["seconds"] = time.perf_counter() - start
+        answer["processor_seconds"] = _processor_seconds() - processor_start
         answer["id"] = request["id"]
         print(json.dumps(answer), file=answers)
 
@@ -58,12 +59,11 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
     from ..family.plan import Region, fit_from_data
     from ..program.serialize import from_json
     from ..program.signature import signature_of
-    from .inductor import mend_scheduler
+    from .inductor import compile_graph
     from .lower import lower
     from .scalars import fixed_slots
     from .symbolic import guards_of, lower_family
 
-    mend_scheduler()
     torch.set_num_threads(request["num_threads"])
     program = from_json(request["program"])
     fixed = {int(slot): _number(text) for slot, text in request["fixed"].items()}
@@ -75,18 +75,33 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
         fit = fit_from_data(family)
         lowered = lower_family(program, signature, fixed, fit, family["numbers"])
         graph, inputs = lowered.graph, lowered.inputs
+    num_nodes = len(graph.graph.nodes)
     directory = Path(request["directory"])
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in request["options"].items()}
     options["aot_inductor.output_path"] = str(directory / LIBRARY)
-    torch._inductor.aot_compile(graph, tuple(inputs), options=options)
+    compile_graph(graph, inputs, options)
     if not (directory / LIBRARY).exists():
         raise RuntimeError("the compiler made no library")
-    answer: dict[str, Any] = {"proxy_ops": _proxy_ops(directory)}
+    answer: dict[str, Any] = {
+        "proxy_ops": _proxy_ops(directory),
+        "nodes": num_nodes,
+        "wrapper_lines": sum(_num_lines(path) for path in directory.glob("*.wrapper.cpp")),
+    }
     if family is not None:
         # Only now: the compiler adds guards, too.
         region = Region(fit, tuple(guards_of(lowered, family["members"])))
         answer["family"] = region.to_data()
     return answer
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_text().count("\n")
+
+
+def _processor_seconds() -> float:
+    """The processor time of this process and of the compilers that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _number(text: str) -> Any:

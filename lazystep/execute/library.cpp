@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "threads.h"
+#include "update.h"
 
 namespace py = pybind11;
 

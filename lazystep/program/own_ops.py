@@ -17,6 +17,13 @@ _library.define(
     "bool has_biases, bool bidirectional, bool batch_first, bool train) -> (Tensor, Tensor, Tensor)"
 )
 _library.define("histc_of_integers(Tensor self, int bins=100, Scalar min=0, Scalar max=0) -> Tensor")
+# Its kernel is in execute/update.h; `compile/update.py` writes its code. It is in no program, only in graphs
+# that are compiled.
+_library.define("update(Tensor(a!)[] written, Tensor[] read, Tensor? floats, Tensor? ints, str code) -> ()")
+# The same without mutation, for tracing.
+_library.define(
+    "updated(Tensor[] written, Tensor[] read, Tensor? floats, Tensor? ints, str code) -> Tensor[]"
+)
 
 
 def _lstm_layer_without_grad(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -30,6 +37,12 @@ def _histc_of_integers(self: torch.Tensor, bins: int = 100, min: Any = 0, max: A
     return counts.to(self.dtype)
 
 
+def _updated(written: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in written]
+
+
+_library.impl("update", lambda *_: None, "Meta")
+_library.impl("updated", _updated, "Meta")
 _library.impl("lstm_layer_without_grad", _lstm_layer_without_grad, "CompositeImplicitAutograd")
 _library.impl("histc_of_integers", _histc_of_integers, "CompositeImplicitAutograd")
 

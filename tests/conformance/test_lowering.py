@@ -18,11 +18,12 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 import lazystep
 from lazystep.compile.lower import LoweringError, lower
 from lazystep.compile.scalars import fixed_slots
-from lazystep.execute.compare import describe, differences
+from lazystep.execute.compare import Results, describe, differences
 from lazystep.execute.native import NativeExecutable
+from lazystep.execute.reference import ReferenceExecutable
 from lazystep.program.serialize import from_json, to_json
 from lazystep.program.signature import NotCallableError, signature_of
-from lazystep.tiers.check import copy_written, results_of
+from lazystep.tiers.check import _perturbed_inputs, copy_written, results_of
 from lazystep.tiers.tiered import TieredExecutable
 
 from .conftest import Counts
@@ -81,6 +82,7 @@ class LoweredExecutable(TieredExecutable):
         num_threads = torch.get_num_threads()
         native = NativeExecutable(program, signature, lambda flat: list(graph(*flat)), num_threads)
         written = program.storage_writes()
+        before = copy_written(program, inputs, written)
         copies = copy_written(program, inputs, written)
         given = list(inputs)
         actual = results_of(program, copies, native.run(list(copies), scalars), written)
@@ -89,11 +91,26 @@ class LoweredExecutable(TieredExecutable):
         for (value, a), (_, b) in zip(expected, actual, strict=True):
             if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
                 self.wrong.append(f"%{value} is {b.dtype} {b.shape} {b.stride()}")
-        found = differences(program, expected, actual, lambda: expected)
+
+        def perturbed() -> Results:
+            moved = _perturbed_inputs(program, before)
+            return results_of(program, moved, ReferenceExecutable(program).run(list(moved), scalars), written)
+
+        pairs = zip(expected, actual, strict=True)
+        found = differences(program, expected, [_without_noise(*pair) for pair in pairs], perturbed)
         if found:
             self.wrong.append(describe(program, found))
         self.compared.append("")
         return outputs
+
+
+def _without_noise(
+    expected: tuple[int, torch.Tensor], actual: tuple[int, torch.Tensor]
+) -> tuple[int, torch.Tensor]:
+    """The expected tensor if both are zero but for rounding: Inductor's formulas round differently."""
+    tensors = (expected[1], actual[1])
+    is_noise = all(t.is_floating_point() and t.numel() and t.abs().max() < 1e-6 for t in tensors)
+    return expected if is_noise else actual
 
 
 @pytest.fixture(autouse=True)

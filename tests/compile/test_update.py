@@ -1,0 +1,212 @@
+"""Updates as one node of the graph: equal to the reference, few nodes, closed where somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lazystep
+from lazystep.compile import update
+from lazystep.compile.lower import lower
+from lazystep.compile.scalars import fixed_slots
+from lazystep.execute.native import NativeExecutable
+from lazystep.program.program import Program
+from lazystep.program.serialize import from_json, to_json
+from lazystep.program.signature import signature_of
+from lazystep.tiers.check import copy_written, results_of
+from lazystep.tiers.tiered import TieredExecutable
+
+SIZES = ((7, 5), (5,), (3, 2, 4), (1, 6), (2100,), ())
+
+
+class Lowered(TieredExecutable):
+    """Runs a program also as its lowered graph, op by op, and compares."""
+
+    graphs: list[torch.fx.GraphModule]
+    programs: list[Program]
+
+    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
+        program = self.program
+        slots = fixed_slots(program)
+        signature = signature_of(program, slots)
+        graph, _ = lower(from_json(to_json(program)), signature, {slot: scalars[slot] for slot in slots})
+        native = NativeExecutable(program, signature, lambda flat: list(graph(*flat)), 1)
+        written = program.storage_writes()
+        copies = copy_written(program, inputs, written)
+        given = list(inputs)
+        actual = results_of(program, copies, native.run(list(copies), scalars), written)
+        outputs = super().run(inputs, scalars)
+        for (value, a), (_, b) in zip(results_of(program, given, outputs, written), actual, strict=True):
+            # Eager's kernels contract some products and sums.
+            a, b = a.double(), b.double()
+            assert (a - b).abs().max() <= 1e-6 * a.abs().max(), (value, (a - b).abs().max())
+        self.graphs.append(graph)
+        self.programs.append(program)
+        return outputs
+
+
+@pytest.fixture(autouse=True)
+def lowered(monkeypatch: pytest.MonkeyPatch, runtime: Any, runtime_module: Any) -> type[Lowered]:
+    monkeypatch.setattr(runtime_module, "TieredExecutable", Lowered)
+    monkeypatch.setattr(Lowered, "graphs", [], raising=False)
+    monkeypatch.setattr(Lowered, "programs", [], raising=False)
+    return Lowered
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(size, dtype=dtype).to("lazy")) for size in SIZES]
+
+
+def set_gradients(owned: list[nn.Parameter]) -> None:
+    """Gradients that the step itself makes, so that they are no state of it."""
+    for parameter in owned:
+        parameter.grad = torch.sin(parameter.detach())
+
+
+def updates_in(graph: torch.fx.GraphModule) -> list[Any]:
+    return graph.graph.find_nodes(op="call_function", target=torch.ops.lazystep.update.default)
+
+
+def step_of(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> None:
+    owned = parameters(dtype)
+    optimizer = make(owned)
+    for _ in range(3):
+        set_gradients(owned)
+        optimizer.step()
+        optimizer.zero_grad()
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+
+
+WHOLE = {
+    "AdamW": lambda p, **how: torch.optim.AdamW(p, weight_decay=0.1, **how),
+    "Adam": lambda p, **how: torch.optim.Adam(p, weight_decay=0.1, amsgrad=True, **how),
+    "SGD": lambda p, **how: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True, **how),
+    "Adagrad": lambda p, **how: torch.optim.Adagrad(p, weight_decay=0.1, **how),
+    "RMSprop": lambda p, **how: torch.optim.RMSprop(p, momentum=0.9, centered=True, **how),
+    "Adadelta": lambda p, **how: torch.optim.Adadelta(p, weight_decay=0.1, **how),
+    "NAdam": lambda p, **how: torch.optim.NAdam(p, **how),
+}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_optimizer_is_one_node_and_equals_the_reference(
+    name: str, foreach: bool, lowered: type[Lowered]
+) -> None:
+    step_of(lambda p: WHOLE[name](p, foreach=foreach), torch.float32 if foreach else torch.float64)
+    graph = lowered.graphs[-1]
+    assert len(updates_in(graph)) == 1
+    # Inputs, a node for each gradient, the update, and what is returned.
+    inputs = len(graph.graph.find_nodes(op="placeholder"))
+    assert len(graph.graph.nodes) == inputs + len(SIZES) + 2
+
+
+@pytest.mark.parametrize("name", ["Adamax", "RAdam"])
+def test_other_optimizers_equal_the_reference(name: str, lowered: type[Lowered]) -> None:
+    make = getattr(torch.optim, name)
+    step_of(lambda p: make(p, foreach=True))
+    assert len(lowered.graphs) >= 3
+
+
+def test_update_is_closed_where_its_results_are_read(lowered: type[Lowered]) -> None:
+    owned = parameters()
+    optimizer = torch.optim.AdamW(owned, foreach=False)
+    for _ in range(3):
+        set_gradients(owned)
+        optimizer.step()
+        norm = torch.stack([p.detach().norm() for p in owned]).norm()
+        with torch.no_grad():
+            torch._foreach_mul_(owned, 0.5)
+        lazystep.mark_step()
+    assert norm.item() > 0
+    (first,) = updates_in(lowered.graphs[-1])
+    order = list(lowered.graphs[-1].graph.nodes)
+    reads = [n for n in order if "norm" in str(n.target) or "pow" in str(n.target)]
+    assert order.index(first) < min(map(order.index, reads))
+
+
+def test_clipped_gradients_and_tensor_numbers(lowered: type[Lowered]) -> None:
+    owned = parameters()
+    optimizer = torch.optim.AdamW(owned, foreach=True)
+    for _ in range(3):
+        set_gradients(owned)
+        nn.utils.clip_grad_norm_(owned, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    (node,) = updates_in(lowered.graphs[-1])
+    # The clipped gradients are temporaries of the update: they are never stored.
+    assert all(argument.op == "placeholder" for argument in node.args[0])
+
+
+def test_kept_gradients_are_right(lowered: type[Lowered]) -> None:
+    owned = parameters()
+    optimizer = torch.optim.SGD(owned, 0.1, momentum=0.9, foreach=True)
+    for _ in range(3):
+        set_gradients(owned)
+        nn.utils.clip_grad_norm_(owned, 0.5)
+        optimizer.step()
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    assert len(updates_in(lowered.graphs[-1])) == 1
+
+
+def test_parts_of_a_gradient_are_summed_before_the_update(lowered: type[Lowered]) -> None:
+    owned = parameters()
+    optimizer = torch.optim.AdamW(owned)
+    for _ in range(3):
+        for parameter in owned:
+            parts = [torch.sin(parameter.detach() * n) for n in range(20)]
+            parameter.grad = sum(parts[1:], parts[0])
+        del parts
+        optimizer.step()
+        optimizer.zero_grad()
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    (node,) = updates_in(lowered.graphs[-1])
+    # One gradient for each parameter, not its twenty parts.
+    assert len(node.args[1]) == len(SIZES)
+
+
+def test_small_updates_are_left_to_inductor(lowered: type[Lowered]) -> None:
+    x = torch.zeros(8).to("lazy")
+    for _ in range(2):
+        x.add_(1).mul_(2)
+        lazystep.mark_step()
+    assert x.tolist() == [6.0] * 8
+    assert not updates_in(lowered.graphs[-1])
+
+
+def test_wrong_layouts_and_damaged_code_are_refused_before_a_write() -> None:
+    from lazystep.execute import library
+
+    assert library  # its extension has the kernel
+    code = "1\n0 2 0 0 1 2 0 0 1 0 0\n1\n0 0 1"
+    a, b = torch.ones(3, 4), torch.ones(3, 4)
+    torch.ops.lazystep.update([a], [b], None, None, code)
+    assert a.tolist() == [[2.0] * 4] * 3
+    for other in (torch.ones(4, 3).t(), torch.ones(3, 5), torch.ones(3, 4).double()):
+        with pytest.raises(RuntimeError, match="differ in their layout"):
+            torch.ops.lazystep.update([a], [other], None, None, code)
+    for damaged in ("", "1\n0 2 0 0 1 99 0 0 1 0 0\n1\n0 0 1", "1\n0 2 0 0 1 2 2 0 1 0 0\n1\n0 0 1"):
+        with pytest.raises(RuntimeError, match="the code is damaged"):
+            torch.ops.lazystep.update([a], [b], None, None, damaged)
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        torch.ops.lazystep.update([a], [], None, None, code)
+    assert a.tolist() == [[2.0] * 4] * 3
+
+
+def test_operations_have_the_kernels_numbers() -> None:
+    from pathlib import Path
+
+    text = (Path(update.__file__).parents[1] / "execute" / "update.h").read_text()
+    body = text.partition("enum Operation : int {")[2].partition("};")[0]
+    names = [line.strip().split(",")[0].split(" ")[0].lower() for line in body.splitlines() if line.strip()]
+    assert names == [*update._OPERATIONS, "num_operations"]
