@@ -72,6 +72,7 @@ _MODE_NAMES = (
     "inference mode",
     "autocast",
     "the type of autocast",
+    "autocast's cache of casts",
     "the default type",
     "deterministic algorithms",
     "hooks of saved tensors",

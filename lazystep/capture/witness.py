@@ -51,7 +51,12 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Our code that calls the step's own code, or torch's for it.
 _PASSING = {
     os.path.join(_ROOT, *path.split("/"))
-    for path in ("capture/step.py", "device/patches.py", "device/tensor_methods.py")
+    for path in (
+        "capture/step.py",
+        "device/grad_scaler.py",
+        "device/patches.py",
+        "device/tensor_methods.py",
+    )
 }
 _MODE = os.path.join(_ROOT, "capture", "op_numbers.py")
 STEPS_KEY = "_lazystep_steps"  # in `__dict__` of an object with step methods

@@ -7,7 +7,7 @@ import sys
 
 from ..errors import LazyStepError
 from ..record.recorder import Recorder
-from . import device_module, kernels, patches, tensor_methods
+from . import autocast, device_module, grad_scaler, kernels, patches, tensor_methods
 
 
 def install(recorder: Recorder) -> None:
@@ -29,6 +29,7 @@ def _install(recorder: Recorder) -> None:
     kernels.register(recorder)  # the dispatch keys Lazy, SparseLazy, SparseCsrLazy, AutogradLazy
     kernels.watch_new_kernels()  # torch.library.Library.impl
     device_module.register()  # torch.lazy
+    autocast.extend_autocast()  # torch.autocast and its functions; the dispatch key AutocastXLA
     tensor_methods.replace_methods(recorder)  # torch.Tensor: methods that look at memory
     tensor_methods.replace_data()  # torch.Tensor.data
     patches.refuse_torch_compile()  # FakeTensorConverter.from_real_tensor
@@ -37,6 +38,7 @@ def _install(recorder: Recorder) -> None:
     patches.refuse_backward_from_stale_views()  # torch.autograd._engine_run_backward
     patches.take_fast_paths()  # attention layers, torch.norm, linear cross entropy
     patches.allow_fused_optimizers()  # torch.optim's list of devices for fused=True
+    grad_scaler.skip_updates_in_the_program()  # torch.amp.GradScaler.step
     patches.keep_step_counts_on_the_host()  # torch.optim.Optimizer.load_state_dict
     patches.record_distributed_data_parallel()  # DistributedDataParallel.__new__
     patches.end_steps_before_global_settings_change(recorder)  # torch.set_default_dtype and others

@@ -23,7 +23,7 @@ from ..record.recorder import Recorder
 from ..record.tensor import DEVICE, is_lazy
 
 
-def _wrapping(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+def wrapping(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Replace `owner.name` by a function that gets the original as its first argument."""
     original = getattr(owner, name)
 
@@ -40,7 +40,7 @@ def _wrapping(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 def refuse_torch_compile() -> None:
     """`torch.compile` would trace lazy tensors, give up at each op and run the rest uncompiled."""
 
-    @_wrapping(FakeTensorConverter, "from_real_tensor")
+    @wrapping(FakeTensorConverter, "from_real_tensor")
     def from_real_tensor(original: Any, self: Any, fake_mode: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
         if is_lazy(t):
             raise UnsupportedError(
@@ -62,7 +62,7 @@ def keep_identity_in_module_conversions() -> None:
     is_wrapper = module.is_traceable_wrapper_subclass
     module.is_traceable_wrapper_subclass = lambda tensor: is_lazy(tensor) or is_wrapper(tensor)
 
-    @_wrapping(torch.nn.Module, "_apply")
+    @wrapping(torch.nn.Module, "_apply")
     def _apply(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
         has_lazy = any(is_lazy(p) for p in module._parameters.values())
         moving = {
@@ -92,7 +92,7 @@ def keep_identity_in_module_conversions() -> None:
 def materialize_on_the_lazy_device() -> None:
     """`nn.LazyLinear` and other lazy modules make their parameters on the device that they were moved to."""
 
-    @_wrapping(UninitializedParameter, "__new__")
+    @wrapping(UninitializedParameter, "__new__")
     def make(
         original: Any, cls: Any, requires_grad: bool = True, device: Any = None, dtype: Any = None
     ) -> Any:
@@ -102,7 +102,7 @@ def materialize_on_the_lazy_device() -> None:
             parameter.__dict__["_lazystep_moves"] = True
         return parameter
 
-    @_wrapping(UninitializedTensorMixin, "materialize")
+    @wrapping(UninitializedTensorMixin, "materialize")
     def materialize(original: Any, parameter: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         moves = parameter.__dict__.pop("_lazystep_moves", False) and device is None
         to_lazy = moves or (device is not None and torch.device(device).type == "lazy")
@@ -115,7 +115,7 @@ def materialize_on_the_lazy_device() -> None:
 def refuse_backward_from_stale_views() -> None:
     """The root of a backward pass is asked for its gradient function without an op that could be refused."""
 
-    @_wrapping(torch.autograd, "_engine_run_backward")
+    @wrapping(torch.autograd, "_engine_run_backward")
     def _engine_run_backward(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if any(is_lazy(output) and is_stale_view(output) for output in outputs):
             raise stale_view("backward()", "a tensor to start from")
@@ -128,7 +128,7 @@ def take_fast_paths() -> None:
     CPU is on the list. Eager on the CPU is the truth for lazy tensors, so they must be on it, too.
     """
 
-    @_wrapping(torch.nn.modules.activation, "_check_arg_device")
+    @wrapping(torch.nn.modules.activation, "_check_arg_device")
     def _check_arg_device(original: Any, x: Any) -> Any:
         return is_lazy(x) or original(x)
 
@@ -144,7 +144,7 @@ def take_fast_paths() -> None:
         finally:
             registration._privateuse1_backend_name = saved
 
-    @_wrapping(LinearCrossEntropyOptions, "_resolve_auto_acc_dtype")
+    @wrapping(LinearCrossEntropyOptions, "_resolve_auto_acc_dtype")
     def _resolve_auto_acc_dtype(original: Any, dtype: Any, device: Any) -> Any:
         is_lazy = device is not None and device.type == "lazy"
         return original(dtype, torch.device("cpu") if is_lazy else device)
@@ -152,16 +152,16 @@ def take_fast_paths() -> None:
     LinearCrossEntropyOptions._resolve_auto_acc_dtype = staticmethod(  # type: ignore[method-assign]
         LinearCrossEntropyOptions._resolve_auto_acc_dtype
     )
-    _wrapping(torch.nn.TransformerEncoderLayer, "forward")(on_the_list)
-    _wrapping(torch.nn.TransformerEncoder, "forward")(on_the_list)
-    _wrapping(torch.functional, "norm")(on_the_list)
+    wrapping(torch.nn.TransformerEncoderLayer, "forward")(on_the_list)
+    wrapping(torch.nn.TransformerEncoder, "forward")(on_the_list)
+    wrapping(torch.functional, "norm")(on_the_list)
     torch.norm = torch.functional.norm
 
 
 def allow_fused_optimizers() -> None:
     """`fused=True` records one instruction per parameter group, which CPU's fused kernel runs."""
 
-    @_wrapping(sys.modules[torch.optim.Optimizer.__module__], "_get_fused_kernels_supported_devices")
+    @wrapping(sys.modules[torch.optim.Optimizer.__module__], "_get_fused_kernels_supported_devices")
     def _get_fused_kernels_supported_devices(original: Any) -> list[str]:
         return [*original(), "lazy"]
 
@@ -181,7 +181,7 @@ def keep_step_counts_on_the_host() -> None:
         return made if is_on_device else made.cpu()
 
     name = "_process_value_according_to_param_policy"
-    _wrapping(torch.optim.Optimizer, name)(wrap)
+    wrapping(torch.optim.Optimizer, name)(wrap)
     setattr(torch.optim.Optimizer, name, staticmethod(getattr(torch.optim.Optimizer, name)))
 
 
@@ -224,7 +224,7 @@ def end_steps_before_global_settings_change(recorder: Recorder) -> None:
     """
 
     def wait_before(name: str) -> None:
-        @_wrapping(torch, name)
+        @wrapping(torch, name)
         def change(original: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.is_forked:
                 recorder.barrier.drain()

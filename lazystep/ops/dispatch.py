@@ -71,8 +71,9 @@ class OpDispatch:
     def traits(self, func: Any) -> tuple[Mode, list[bool], bool, bool, bool, bool]:
         """See `Dispatch.traits`."""
         facts = self.facts_of(func)
-        has_handler = func in HANDLERS or func in COMPOSITES or facts.is_composite
-        mode = _MODES.get(func, Mode.HANDLER if has_handler else Mode.RECORD)
+        is_taken_apart = func in COMPOSITES or facts.is_composite
+        usual = Mode.HANDLER if func in HANDLERS else Mode.COMPOSITE if is_taken_apart else Mode.RECORD
+        mode = _MODES.get(func, usual)
         takes_number = [i in facts.number_positions for i in range(len(func._schema.arguments))]
         is_writing, needs_nbytes = bool(facts.writes), facts.needs_nbytes
         return mode, takes_number, facts.float_literals, is_writing, needs_nbytes, facts.is_absolute
@@ -141,6 +142,14 @@ class OpDispatch:
     def refuse(self) -> None:
         """See `Dispatch.refuse`."""
         self._recorder.check_fork()
+
+    def refuse_autocast(self) -> None:
+        """See `Dispatch.refuse_autocast`."""
+        raise UnsupportedError(
+            f"an op on lazy tensors at {user_line()}: autocast was switched on for CPU tensors alone, by a "
+            "function of torch that was imported before lazystep or that is private. Lazy tensors would not "
+            'be cast. Use `with torch.autocast("lazy")` or torch.set_autocast_enabled("lazy", True).'
+        )
 
 
 # Composites that take CPU's branch. torch calls them above autograd. Under inference mode there is no

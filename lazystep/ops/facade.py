@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ..decide.facts import is_composite
 from ..program.own_ops import LSTM_LAYER_WITHOUT_GRAD
+from ..record._recorder import cast_to_lower
 from ..record.tensor import DEVICE, is_lazy
 from .cpu_branch import run_composite
 from .host import from_host
@@ -129,13 +130,45 @@ def _on_facades(func: Any) -> Callable[..., Any]:
     """A kernel for the composite `func` that takes the branch of CPU tensors."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args = _with_kept_casts(func, args)
         args, kwargs = tree_map(lambda arg: _enter(arg) if is_lazy(arg) else arg, (args, kwargs))
-        # Autocast takes no lazy tensors. It would take the facades for CPU tensors.
-        with torch._C._DisableAutocast():
-            out = run_composite(func, args, kwargs)
+        out = run_composite(func, args, kwargs)
         return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
 
     return kernel
+
+
+def _enter_kept(cast: torch.Tensor) -> Any:
+    """The one facade of a kept cast: all uses of a weight add their gradients in eager's order."""
+    if not (torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
+        return cast
+    if not hasattr(cast, "_lazystep_facade"):
+        cast._lazystep_facade = _enter(cast)  # type: ignore[attr-defined]
+    return cast._lazystep_facade  # type: ignore[attr-defined]
+
+
+def _with_kept_casts(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with the weights in autocast's type, if eager would keep the casts of the weights.
+
+    Autocast takes a facade for a CPU tensor and casts it, but a facade is no leaf and its cast is not kept.
+    In eager, two uses of a layer share the cast of a weight and add their gradients in autocast's type.
+    """
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+    params: list[Any] = given["params"]
+    num_directions = 2 if given["bidirectional"] else 1
+    num_of_layer = len(params) // max(1, given["num_layers"] * num_directions)
+    # Eager transposes the projection of an LSTM before it casts it, and keeps no cast of a view.
+    has_projection = num_of_layer == (5 if given["has_biases"] else 3)
+    cast = [
+        param
+        if not is_lazy(param)
+        or not (param.requires_grad and param.is_leaf)
+        or (has_projection and number % num_of_layer == num_of_layer - 1)
+        else _enter_kept(cast_to_lower(param))
+        for number, param in enumerate(params)
+    ]
+    return tuple(cast if name == "params" else arg for name, arg in given.items())
 
 
 FACADE_KERNELS = {func: _on_facades(func) for func in _OPS}

@@ -228,6 +228,7 @@ class Mode:
 
     RECORD: Mode
     HANDLER: Mode
+    COMPOSITE: Mode
     DETACH: Mode
     OVERWRITE: Mode
     EMPTY: Mode
@@ -270,11 +271,31 @@ class Dispatch(Protocol):
     def refuse(self) -> None:
         """Raise, because this is a forked child."""
 
+    def refuse_autocast(self) -> None:
+        """Raise, because autocast is on for CPU tensors and off for lazy ones."""
+
 def install(dispatch: Dispatch, set_num_threads: int) -> None: ...
 def installed() -> Dispatch: ...
 def register_kernel(name: str, overload: str) -> None: ...
 def register_sparse_kernel(name: str, overload: str) -> None: ...
 def register_fallback() -> None: ...
+
+# -- autocast: see src/autocast.h
+
+class CastTo:
+    """Which type the floating operands of an op are cast to."""
+
+    LOWER: CastTo
+    PROMOTE: CastTo
+    FIXED: CastTo
+
+def register_cast_fallback() -> None: ...
+def register_cast(name: str, overload: str, to: CastTo, fixed: torch.dtype) -> None: ...
+def cast_to_lower(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type of autocast. The cast of a leaf that requires gradients is kept, as in eager."""
+
+def clear_casts() -> None: ...
+def num_casts() -> int: ...
 
 # -- observed calls: see the note of that name in src/recorder.h
 

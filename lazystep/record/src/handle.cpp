@@ -135,7 +135,8 @@ void Handle::release_resources() {
 LazyImpl::LazyImpl(Ptr<Handle> handle)
     : TensorImpl(
           c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(handle->memory)),
-          c10::DispatchKeySet(c10::DispatchKey::Lazy),
+          // The second key is for autocast: see autocast.h.
+          c10::DispatchKeySet({c10::DispatchKey::Lazy, c10::DispatchKey::AutocastXLA}),
           c10::scalarTypeToTypeMeta(handle->type->dtype)),
       handle_(std::move(handle)) {
   take_metadata();

@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/tensor_memoryformats.h>
 #include <torch/library.h>
 
+#include "autocast.h"
 #include "call.h"
 #include "host.h"
 #include "modes.h"
@@ -26,7 +27,7 @@ using torch::jit::Stack;
 // The methods of the installed object, looked up once. Never destroyed: kernels outlive the interpreter.
 struct Python {
   py::object dispatch, traits, decide, check_numbers, refuse_view, run_now, run_handler, source, on_full, count_draw,
-      refuse;
+      refuse, refuse_autocast;
 };
 
 Python& python() {
@@ -132,8 +133,8 @@ void push(const c10::FunctionSchema& schema, const py::object& out, Stack* stack
 // Runs Python, with the user's modes off. An exception there goes on through torch's C++ as torch's own
 // Python kernels' do.
 template <typename Function>
-auto call_python(const Function& function) {
-  NoModes no_modes;
+auto call_python(const Function& function, bool keep_autocast = false) {
+  NoModes no_modes(keep_autocast);
   py::gil_scoped_acquire gil;
   ++calls_to_python;
   try {
@@ -153,7 +154,7 @@ void run_in_python(const Site& site, const OperatorHandle& op, c10::ArrayRef<IVa
     args = py::tuple();  // nothing here holds an operand longer than the op does
     torch::jit::drop(*stack, values.size());
     push(op.schema(), out, stack);
-  });
+  }, site.mode == Mode::kComposite);
 }
 
 void run_handler(const Site& site, const OperatorHandle& op, c10::ArrayRef<IValue> values, Stack* stack) {
@@ -366,12 +367,13 @@ bool take_window(const Site& site, const Call& call, c10::ArrayRef<IValue> value
 
 void run(Site& site, const OperatorHandle& op, Stack* stack) {
   if (is_refused) call_python([] { python().refuse(); });
+  if (is_autocast_out_of_step()) call_python([] { python().refuse_autocast(); });
   bool is_observed = recorder().observed.notice_op();
   if (!site.is_ready) prepare(site, op);
   const auto& schema = op.schema();
   size_t num_arguments = schema.arguments().size();
   auto values = torch::jit::last(*stack, num_arguments);
-  if (site.mode == Mode::kHandler) return run_handler(site, op, values, stack);
+  if (site.mode == Mode::kHandler || site.mode == Mode::kComposite) return run_handler(site, op, values, stack);
   if (site.mode == Mode::kEmpty) {
     if (is_observed || !make_on_host(op, stack, false, true)) run_handler(site, op, values, stack);
     return;
@@ -447,7 +449,8 @@ void install(const py::object& dispatch) {
   auto method = [&](const char* name) { return py::object(dispatch.attr(name)); };
   python() = {
       dispatch, method("traits"), method("decide"), method("check_numbers"), method("refuse_view"),
-      method("run_now"), method("run_handler"), method("source"), method("on_full"), method("count_draw"), method("refuse")};
+      method("run_now"), method("run_handler"), method("source"), method("on_full"), method("count_draw"), method("refuse"),
+      method("refuse_autocast")};
 }
 
 py::object installed() { return python().dispatch; }

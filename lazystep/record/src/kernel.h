@@ -14,6 +14,7 @@ namespace lazystep {
 enum class Mode {
   kRecord,     // nothing: look it up
   kHandler,    // Python has a handler for the op
+  kComposite,  // Python takes the op apart, and autocast applies to the parts
   kDetach,     // another tensor for the same value
   kOverwrite,  // Python, if a failed step has left the first operand half updated; else look it up
   kEmpty,      // allocate on the host now

@@ -5,6 +5,8 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <optional>
+
 namespace lazystep {
 
 // Inside its life, ops on CPU tensors are not cast by autocast, and Python calls reach no
@@ -13,7 +15,9 @@ namespace lazystep {
 // taken every one of them off its stack before a kernel runs.
 class NoModes {
  public:
-  NoModes() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+  // `keep_autocast`: for an op that is taken apart into ops that autocast may cast.
+  explicit NoModes(bool keep_autocast = false) : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    if (!keep_autocast) no_autocast_.emplace(c10::autocast_dispatch_keyset);
     at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
   }
   ~NoModes() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
@@ -22,7 +26,7 @@ class NoModes {
 
  private:
   at::impl::TorchFunctionDisabledState before_;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
 };
 
 }  // namespace lazystep

@@ -1,9 +1,11 @@
 // The extension as Python sees it. Its types stand in ../_recorder.pyi.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "autocast.h"
 #include "cut.h"
 #include "host.h"
 #include "kernel.h"
@@ -250,10 +252,27 @@ void define_replays(py::module_& module) {
       .def("write", &Counts::write);
 }
 
+void define_autocast(py::module_& module) {
+  py::enum_<CastTo>(module, "CastTo")
+      .value("LOWER", CastTo::kLower)
+      .value("PROMOTE", CastTo::kPromote)
+      .value("FIXED", CastTo::kFixed);
+  module.def("register_cast_fallback", &register_cast_fallback);
+  module.def(
+      "register_cast",
+      [](const std::string& name, const std::string& overload, CastTo to, const py::object& fixed) {
+        register_cast(name, overload, to, reinterpret_cast<THPDtype*>(fixed.ptr())->scalar_type);
+      });
+  module.def("cast_to_lower", &cast_to_lower);
+  module.def("clear_casts", &clear_casts, py::call_guard<py::gil_scoped_release>());
+  module.def("num_casts", &num_casts);
+}
+
 void define_registration(py::module_& module) {
   py::enum_<Mode>(module, "Mode")
       .value("RECORD", Mode::kRecord)
       .value("HANDLER", Mode::kHandler)
+      .value("COMPOSITE", Mode::kComposite)
       .value("DETACH", Mode::kDetach)
       .value("OVERWRITE", Mode::kOverwrite)
       .value("EMPTY", Mode::kEmpty)
@@ -292,6 +311,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   define_handles(module);
   define_recorder(module);
   define_replays(module);
+  define_autocast(module);
   define_registration(module);
 }
 

@@ -57,7 +57,8 @@ int64_t plain_modes() {
   if (at::impl::PythonTorchFunctionTLS::stack_len() || c10::impl::TorchDispatchModeTLS::stack_len()) return -1;
   if (at::SavedTensorDefaultHooks::get_hooks(true).has_value()) return -1;
   int64_t bits = at::GradMode::is_enabled() | c10::InferenceMode::is_enabled() << 1 |
-      at::autocast::is_autocast_enabled(at::kCPU) << 2 | at::globalContext().deterministicAlgorithms() << 3;
+      at::autocast::is_autocast_enabled(at::kCPU) << 2 | at::globalContext().deterministicAlgorithms() << 3 |
+      at::autocast::is_autocast_cache_enabled() << 4;
   auto autocast = static_cast<int64_t>(at::autocast::get_autocast_dtype(at::kCPU));
   return bits | autocast << 8 | static_cast<int64_t>(c10::get_default_dtype_as_scalartype()) << 16;
 }

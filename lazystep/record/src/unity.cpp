@@ -9,6 +9,8 @@
 
 #include "host.cpp"
 
+#include "autocast.cpp"
+
 #include "kernel.cpp"
 
 #include "cut.cpp"

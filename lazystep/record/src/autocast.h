@@ -1,0 +1,38 @@
+// Autocast on lazy tensors: casts of operands by CPU's policy, above autograd.
+//
+// torch has no autocast for this device type. A lazy tensor therefore carries the dispatch key `AutocastXLA`,
+// which nothing else uses on it. While autocast is off, the thread excludes the key and an op never gets here.
+// See device/autocast.py for the switch, and device/cast_policies.py for where the policies come from.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace lazystep {
+
+// Which type the floating operands of an op are cast to.
+enum class CastTo {
+  kLower,    // the type of autocast: bfloat16 or float16
+  kPromote,  // float32 if one operand is float32, else the type of autocast
+  kFixed,    // always the same: float32 for most
+};
+
+// Let ops without a policy pass. Once, before any lazy tensor is made.
+void register_cast_fallback();
+// From now on, autocast casts the operands of this op. `fixed` is the type of kFixed.
+void register_cast(const std::string& name, const std::string& overload, CastTo to, at::ScalarType fixed);
+
+// The tensor in the type of autocast. The cast of a leaf that requires gradients is kept until `clear_casts`,
+// as eager keeps it.
+at::Tensor cast_to_lower(const at::Tensor& tensor);
+// Forget all casts that were kept. Any thread; they are those of all threads, as in eager.
+void clear_casts();
+// How many are kept.
+size_t num_casts();
+
+// Whether autocast is on for CPU tensors of this thread, and off for lazy ones: somebody went past
+// device/autocast.py.
+bool is_autocast_out_of_step();
+
+}  // namespace lazystep

@@ -1,0 +1,436 @@
+"""`torch.autocast` on lazy tensors: entered, nested, kept casts, threads, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lazystep
+from lazystep.device.cast_policies import names_of_cast_ops, policy_of
+from lazystep.record import _recorder
+from lazystep.record._recorder import CastTo
+
+from ..conformance.compare import tree_difference
+from ..helpers import count
+
+BF16, F16 = torch.bfloat16, torch.float16
+Case = Callable[[str], Any]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def net(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)).to(device)
+
+
+def data(device: str, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(*(shape or (5, 6)), generator=generator).to(device)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["cpu", "lazy"])
+def test_both_names_mean_the_same(name: str) -> None:
+    x, w = data("lazy"), data("lazy", 6, 3)
+    with torch.autocast(name, F16):
+        for one in ("cpu", "lazy"):
+            assert torch.is_autocast_enabled(one)
+            assert torch.get_autocast_dtype(one) is F16
+        assert (x @ w).dtype is F16
+        with torch.autocast("lazy" if name == "cpu" else "cpu", enabled=False):
+            assert (x @ w).dtype is torch.float32
+        assert (x @ w).dtype is F16
+    assert not torch.is_autocast_enabled("lazy")
+    assert torch.get_autocast_dtype("lazy") is BF16
+    assert torch.amp.is_autocast_available("lazy")
+    assert (x @ w).dtype is torch.float32
+
+
+@case
+def nested(d: str) -> Any:
+    x, w = data(d), data(d, 6, 3)
+    with torch.autocast(d):
+        a = x @ w
+        with torch.autocast(d, enabled=False):
+            b = x @ w
+            c = a.float() @ b.t()
+        e = torch.cat([a, b])
+        f = torch.stack([a, a])
+        with torch.autocast(d, F16):
+            g = x @ w
+        return a, b, c, e, f, g, x @ w
+
+
+@case
+def kept_casts_share_their_gradients(d: str) -> Any:
+    model = net(d)
+    with torch.autocast(d):
+        out = model(data(d)) + model(data(d) * 2)
+    out.float().square().sum().backward()
+    return out, gradients(model)
+
+
+@case
+def no_casts_are_kept(d: str) -> Any:
+    model = net(d)
+    with torch.autocast(d, cache_enabled=False):
+        out = model(data(d)) + model(data(d) * 2)
+    out.float().square().sum().backward()
+    return out, gradients(model)
+
+
+@case
+def kept_cast_is_stale_after_an_update_inside(d: str) -> Any:
+    model = net(d)
+    with torch.autocast(d):
+        first = model(data(d))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        second = model(data(d))
+        torch.clear_autocast_cache()
+        third = model(data(d))
+    return first, second, third, model(data(d))
+
+
+@case
+def kept_cast_of_another_type(d: str) -> Any:
+    layer = nn.Linear(6, 6, bias=False).to(d)
+    nn.init.eye_(layer.weight)
+    with torch.autocast(d, BF16):
+        layer(data(d))
+        with torch.autocast(d, F16):
+            try:
+                return layer(data(d))
+            except RuntimeError:
+                return "eager's cache does not know types"
+
+
+@case
+def cast_made_without_gradients_is_kept(d: str) -> Any:
+    model = net(d)
+    with torch.autocast(d):
+        with torch.no_grad():
+            model(data(d))
+        out = model(data(d))
+    return out, out.requires_grad
+
+
+@case
+def under_inference_mode(d: str) -> Any:
+    model = net(d)
+    with torch.inference_mode(), torch.autocast(d):
+        x = data(d)
+        return model(x), torch.tensordot(x, x.t(), 1), F.softmax(x @ x.t(), 1)
+
+
+@case
+def decorated(d: str) -> Any:
+    @torch.autocast(d, F16)
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ x.t()
+
+    return product(data(d)), data(d) @ data(d).t()
+
+
+@case
+def exception_in_the_block(d: str) -> Any:
+    try:
+        with torch.autocast(d):
+            raise ArithmeticError
+    except ArithmeticError:
+        return data(d) @ data(d).t(), torch.is_autocast_enabled("cpu")
+
+
+@case
+def norms_and_losses(d: str) -> Any:
+    x = data(d, 5, 6).requires_grad_()
+    with torch.autocast(d):
+        y = x @ x.t()
+        outs = [
+            F.layer_norm(y, (5,)),
+            F.softmax(y, -1),
+            F.mse_loss(y, torch.zeros_like(y)),
+            F.cross_entropy(y, torch.arange(5).to(d)),
+            F.prelu(y, torch.ones(1).to(d)),
+            F.grid_sample(y.view(1, 1, 5, 5), torch.zeros(1, 2, 2, 2).to(d), align_corners=False),
+            y.double() @ y.double(),
+        ]
+    sum(out.float().sum() for out in outs).backward()
+    return outs, x.grad
+
+
+@case
+def attention(d: str) -> Any:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).to(d)
+    x = data(d, 3, 4, 8).requires_grad_()
+    with torch.autocast(d):
+        out, weights = layer(x, x, x)
+        q = x.view(3, 4, 2, 4).transpose(1, 2)
+        direct = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    (out.float().sum() + weights.float().square().sum() + direct.float().sum()).backward()
+    return out, weights, direct, x.grad, gradients(layer)
+
+
+def recurrent(kind: Any, **options: Any) -> Case:
+    def run(d: str) -> Any:
+        torch.manual_seed(0)
+        layer = kind(5, 6, 2, **options).to(d)
+        x = data(d, 4, 3, 5).requires_grad_()
+        with torch.autocast(d):
+            out = layer(x * 1)[0]
+            out = out + layer(x * 2)[0]  # the casts of the weights are shared
+        with torch.no_grad(), torch.autocast(d):
+            evaluated = layer(x)[0]
+        out.float().square().sum().backward()
+        return out, evaluated, x.grad, gradients(layer)
+
+    return run
+
+
+CASES |= {
+    "lstm": recurrent(nn.LSTM),
+    "bidirectional_lstm_without_biases": recurrent(nn.LSTM, bidirectional=True, bias=False),
+    "lstm_with_projection": recurrent(nn.LSTM, proj_size=3),
+    "gru": recurrent(nn.GRU),
+    "rnn": recurrent(nn.RNN),
+}
+
+
+class Cube(torch.autograd.Function):
+    """Takes its inputs as they come, and runs backward as it ran forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, device: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x @ x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return (grad @ x.t() + x.t() @ grad).float(), None
+
+
+def custom(d: str, **options: Any) -> Any:
+    forward = torch.amp.custom_fwd(Cube.forward, device_type=d, **options)
+    backward = torch.amp.custom_bwd(Cube.backward, device_type=d)
+    function: Any = type(
+        "Custom",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+    x = data(d, 6, 6).requires_grad_()
+    with torch.autocast(d):
+        out = function.apply(x, d)
+    out.float().sum().backward()
+    return out, x.grad
+
+
+@case
+def custom_function(d: str) -> Any:
+    return custom(d)
+
+
+@case
+def custom_function_that_casts_inputs(d: str) -> Any:
+    return custom(d, cast_inputs=torch.float32), custom(d, cast_inputs=F16)
+
+
+@case
+def recomputed(d: str) -> Any:
+    model = net(d)
+    x = data(d).requires_grad_()
+    with torch.autocast(d):
+        out = checkpoint(model, x, use_reentrant=False)
+    out.float().sum().backward()
+    return out, x.grad, gradients(model)
+
+
+@case
+def recomputed_reentrantly(d: str) -> Any:
+    model = net(d)
+    x = data(d).requires_grad_()
+    with torch.autocast(d):
+        out = checkpoint(model, x, use_reentrant=True)
+    out.float().sum().backward()
+    return out, x.grad, gradients(model)
+
+
+@case
+def backward_inside(d: str) -> Any:
+    model = net(d)
+    with torch.autocast(d):
+        model(data(d)).float().sum().backward()
+    return gradients(model)
+
+
+@case
+def threads_have_their_own_state(d: str) -> Any:
+    outs: dict[str, Any] = {}
+    x = data(d)
+
+    def run(name: str, *options: Any) -> None:
+        with torch.autocast(d, *options):
+            outs[name] = x @ x.t()
+
+    def plain() -> None:
+        outs["none"] = x @ x.t()
+
+    with torch.autocast(d, F16):
+        for target, args in ((run, ("bf16", BF16)), (run, ("off", BF16, False)), (plain, ())):
+            thread = threading.Thread(target=target, args=args)
+            thread.start()
+            thread.join()
+        outs["here"] = x @ x.t()
+    return outs
+
+
+@case
+def cpu_tensors_beside(d: str) -> Any:
+    x, host = data(d), data("cpu")
+    with torch.autocast("cpu"):
+        return x @ x.t(), (host @ host.t()).to(d), torch.cat([x @ x.t(), (x @ x.t()) * torch.tensor(2.0)])
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights")
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("name", CASES)
+def test_block_equals_eager_bitwise(name: str) -> None:
+    want = CASES[name]("cpu")
+    lazystep.metrics.reset()
+    got = CASES[name]("lazy")
+    assert count("synchronizations") == 0
+    assert tree_difference(want, got) is None
+    assert _recorder.num_casts() == 0
+
+
+def test_casts_are_made_once_in_a_block_and_forgotten_after_it() -> None:
+    model = net("lazy")
+    with torch.autocast("lazy"):
+        model(data("lazy"))
+        assert _recorder.num_casts() == 4  # the weights and biases of two linear layers
+        model(data("lazy"))
+        with torch.autocast("cpu"):
+            pass
+        assert _recorder.num_casts() == 4
+    assert _recorder.num_casts() == 0
+    lazystep.mark_step()
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_captured_step_knows_autocast(where: str) -> None:
+    model = net("lazy")
+    dtype, enabled = BF16, True
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("lazy", dtype, enabled=enabled, cache_enabled=False):
+            out: torch.Tensor = model(x)
+        return out.detach()
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(x)
+        return out.detach()
+
+    step = lazystep.step(forward if where == "inside" else plain, audit_every=0)
+    eager = net("cpu")
+    for dtype, enabled in ((BF16, True), (F16, True), (BF16, False), (BF16, True)):
+        for _ in range(5):
+            with torch.autocast("cpu", dtype, enabled=enabled):
+                want = eager(data("cpu")).detach()
+            if where == "inside":
+                got = step(data("cpu"))
+            else:
+                with torch.autocast("lazy", dtype, enabled=enabled, cache_enabled=False):
+                    got = step(data("cpu"))
+            assert got.dtype is want.dtype
+            assert torch.equal(got.cpu(), want)
+    assert step.num_replayed >= 8, step.explain()
+
+
+def test_step_that_leaves_kept_casts_behind_is_recorded() -> None:
+    def run(d: str, step: Callable[..., Any]) -> Any:
+        out = []
+        for _ in range(5):
+            with torch.autocast(d):
+                out += [step(data(d)), step(data(d))]
+        return out
+
+    def make(d: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        model = net(d)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            out = model(x).detach()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            return out
+
+        return step
+
+    want = run("cpu", make("cpu"))
+    with pytest.warns(lazystep.LazyStepWarning, match="recorded in each call"):
+        got = run("lazy", lazystep.step(make("lazy"), audit_every=0))
+    assert tree_difference(want, got) is None
+
+
+@pytest.mark.parametrize("name", ["bilinear", "pinv"])
+def test_kernels_that_cast_inside_are_refused(name: str) -> None:
+    x = data("lazy", 4, 4)
+    weight = data("lazy", 2, 4, 4)
+    calls = {"bilinear": lambda: F.bilinear(x, x, weight), "pinv": lambda: torch.linalg.pinv(x)}
+    with torch.autocast("lazy"):
+        with pytest.raises(lazystep.UnsupportedError, match=r"test_autocast\.py:\d+.*enabled=False"):
+            calls[name]()
+        with torch.autocast("lazy", enabled=False):
+            assert calls[name]().dtype is torch.float32
+    assert calls[name]().dtype is torch.float32
+
+
+def test_switch_of_the_cpu_alone_is_refused() -> None:
+    x = data("lazy")
+    torch._C.set_autocast_enabled("cpu", True)
+    try:
+        with pytest.raises(lazystep.UnsupportedError, match="switched on for CPU tensors alone"):
+            x @ x.t()
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+    assert (x @ x.t()).dtype is torch.float32
+
+
+def test_autocast_of_another_device_changes_nothing() -> None:
+    x = data("lazy")
+    torch.set_autocast_enabled("xla", True)
+    try:
+        assert (x @ x.t()).dtype is torch.float32
+    finally:
+        torch.set_autocast_enabled("xla", False)
+
+
+def test_policies_are_those_of_torch() -> None:
+    policies = {name: policy_of(_op(name)) for name in names_of_cast_ops()}
+    assert None not in policies.values()
+    assert policies["aten::mm"] == (CastTo.LOWER, torch.float32)
+    assert policies["aten::cat"] == (CastTo.PROMOTE, torch.float32)
+    assert policies["aten::mse_loss"] == (CastTo.FIXED, torch.float32)
+    assert len(policies) > 100
+
+
+def _op(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
