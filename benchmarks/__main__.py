@@ -17,7 +17,17 @@ from pathlib import Path
 from .goals import TITLE
 from .timing import RESULTS, Table
 
-BENCHMARKS = ("recording", "closures", "checkpoints", "steps", "sizes", "large", "shapes", "overlap")
+BENCHMARKS = (
+    "recording",
+    "closures",
+    "checkpoints",
+    "steps",
+    "sizes",
+    "large",
+    "shapes",
+    "precision",
+    "overlap",
+)
 
 
 def summary(directory: Path) -> str:

@@ -48,23 +48,24 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    rate = _rate(lr, grad_scale, found_inf)
+    rate = _rate(lr)
+    store = _Store(found_inf)
     for index, (parameter, average, square) in enumerate(zip(self, exp_avgs, exp_avg_sqs, strict=True)):
         step = state_steps[index].double()
         p, m, v = _computed(parameter), _computed(average), _computed(square)
-        g = _gradient(grads[index], p, maximize, 0.0 if decoupled else weight_decay)
+        g = _gradient(grads[index], p, maximize, 0.0 if decoupled else weight_decay, grad_scale, store)
         if decoupled and weight_decay:
             p = p - p * _like(rate * weight_decay, p)
         m = m + (g - m) * (1.0 - beta1)
         v = v * beta2 + g * g * (1.0 - beta2)
-        average.copy_(m)
-        square.copy_(v)
+        store(average, m)
+        store(square, v)
         if amsgrad:
             v = torch.maximum(_computed(max_exp_avg_sqs[index]), v)
-            max_exp_avg_sqs[index].copy_(v)
+            store(max_exp_avg_sqs[index], v)
         root = (1.0 - torch.pow(beta2, step)).sqrt()
         step_size = rate / (1.0 - torch.pow(beta1, step))
-        parameter.copy_(p - _like(step_size, p) * m / (v.sqrt() / _like(root, v) + eps))
+        store(parameter, p - _like(step_size, p) * m / (v.sqrt() / _like(root, v) + eps))
     return []
 
 
@@ -84,16 +85,17 @@ def sgd(
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
     """`_fused_sgd_`."""
-    rate = _rate(lr, grad_scale, found_inf)
+    rate = _rate(lr)
+    store = _Store(found_inf)
     for index, parameter in enumerate(self):
         p = _computed(parameter)
-        g = _gradient(grads[index], p, maximize, weight_decay)
+        g = _gradient(grads[index], p, maximize, weight_decay, grad_scale, store)
         if momentum:
             buffer = momentum_buffer_list[index]
             b = g if is_first_step else _computed(buffer) * momentum + g * (1.0 - dampening)
-            buffer.copy_(b)
+            store(buffer, b)
             g = g + b * momentum if nesterov else b
-        parameter.copy_(p - _like(rate, p) * g)
+        store(parameter, p - _like(rate, p) * g)
     return []
 
 
@@ -112,14 +114,15 @@ def adagrad(
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
     """`_fused_adagrad_`."""
-    rate = _rate(lr, grad_scale, found_inf)
+    rate = _rate(lr)
+    store = _Store(found_inf)
     for index, (parameter, total) in enumerate(zip(self, state_sums, strict=True)):
         p = _computed(parameter)
-        g = _gradient(grads[index], p, maximize, weight_decay)
+        g = _gradient(grads[index], p, maximize, weight_decay, grad_scale, store)
         s = _computed(total) + g * g
-        total.copy_(s)
+        store(total, s)
         decayed = rate / (1.0 + (state_steps[index].double() - 1.0) * lr_decay)
-        parameter.copy_(p - _like(decayed, p) * g / (s.sqrt() + eps))
+        store(parameter, p - _like(decayed, p) * g / (s.sqrt() + eps))
     return []
 
 
@@ -132,10 +135,19 @@ FUSED: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
-def _rate(lr: Number, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+class _Store:
+    """Writes results, unless a `GradScaler` has found that a gradient has overflowed."""
+
+    def __init__(self, found_inf: Tensor | None) -> None:
+        self._is_skipped = None if found_inf is None else found_inf == 1.0
+
+    def __call__(self, target: Tensor, value: Tensor) -> None:
+        value = value.to(target.dtype)
+        target.copy_(value if self._is_skipped is None else torch.where(self._is_skipped, target, value))
+
+
+def _rate(lr: Number) -> Tensor:
     """The learning rate in double precision, which the kernels use too."""
-    if grad_scale is not None or found_inf is not None:
-        raise NotImplementedError("a fused optimizer step with a GradScaler")
     if type(lr) is FreeScalar:
         return lr.tensor
     return lr.double() if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64)
@@ -145,8 +157,19 @@ def _computed(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _gradient(grad: Tensor, parameter: Tensor, maximize: bool, weight_decay: float) -> Tensor:
-    gradient = -_computed(grad) if maximize else _computed(grad)
+def _gradient(
+    grad: Tensor,
+    parameter: Tensor,
+    maximize: bool,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+    store: _Store,
+) -> Tensor:
+    gradient = _computed(grad)
+    if grad_scale is not None:
+        gradient = gradient / grad_scale
+        store(grad, gradient)  # the kernels leave gradients unscaled behind
+    gradient = -gradient if maximize else gradient
     return gradient + parameter * weight_decay if weight_decay else gradient
 
 

@@ -19,10 +19,12 @@ from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve
 from ..program.signature import Signature
 from ..program.types import TensorType
 from .fused import FUSED
+from .grad_scaling import GRAD_SCALING
 from .inductor import decompositions
 from .scalars import FreeScalar, base_name, bind, call_with_scalars, expand_foreach, run_plain
 from .update import Update, find_updates, lanes_of, write_in_place
 
+_DECOMPOSED = FUSED | GRAD_SCALING
 # Ops that return their argument: each would cost a copy after functionalization.
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -164,7 +166,7 @@ class _Interpreter:
             self._tensors[value] = tensor
 
     def _call(self, instruction: Instruction, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        fused = FUSED.get(base_name(instruction.op))
+        fused = _DECOMPOSED.get(base_name(instruction.op))
         if fused is not None:
             return fused(**bind(instruction.op, args, kwargs))
         results = [v for v in instruction.results if v is not None]

@@ -34,6 +34,7 @@ from benchmarks.steps_report import (
 )
 from benchmarks.timing import RESULTS, Measurements
 from lazystep.capture import step as capture_step
+from tests.helpers import ROOT, run_python
 
 # Seconds a step: every goal is met.
 GOOD = dict(zip(VARIANTS, (10.0, 9.0, 8.0, 7.0, 90.0, 6.0, 5.0, 4.0), strict=True))
@@ -220,3 +221,12 @@ def test_large_models_have_the_parameters_of_their_names_and_goals_follow_from_n
     failed = dict.fromkeys(large.VARIANTS, "it broke")
     rows = large.to_table({"gpt": outcome._replace(steps=Measurements(seconds, failures=failed))}).rows
     assert [row[2] for row in rows[:-1]] == ["it broke"] * len(large.VARIANTS)
+
+
+def test_precision_names_the_processors_features_and_has_a_cell_for_each_type():
+    done = run_python("-m", "benchmarks.precision", "--quick", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "features for bfloat16 and float16" in done.stdout
+    times, peaks = [line for line in done.stdout.splitlines() if line.startswith("| mlp:16 |")]
+    assert len(times.split(" | ")) == 1 + 6 + 3
+    assert all(float(cell) > 0 for cell in peaks.strip("| ").split(" | ")[1:])

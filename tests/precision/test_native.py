@@ -1,0 +1,62 @@
+"""Steps in mixed precision as native libraries: within the stated tolerances of eager, without mismatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lazystep
+from lazystep import config
+
+from ..helpers import count, nightly
+from .training import PRECISIONS, WORKLOADS, Training, train
+
+pytestmark = pytest.mark.timeout(900)
+NUM_STEPS = 16
+# The largest difference of the losses, relative to the largest loss, in a few steps.
+TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 2e-2}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("mlp", "autocast to bfloat16"),
+        *nightly((name, "autocast to bfloat16") for name in WORKLOADS if name != "mlp"),
+        *nightly((name, "autocast to float16") for name in ("mlp", "lstm", "transformer")),
+        *nightly(("transformer", precision) for precision in PRECISIONS if "autocast" not in precision),
+    ],
+    ids=", ".join,
+)
+def test_native_steps_with_a_scaler_stay_close_to_eager(case: tuple[str, str], runtime: Any) -> None:
+    name, precision = case
+
+    def make(device: str) -> Training:
+        scaler = torch.amp.GradScaler(device, init_scale=64.0, growth_interval=3)
+        return Training(
+            WORKLOADS[name],
+            device,
+            PRECISIONS[precision],
+            lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+            None if PRECISIONS[precision].model is not torch.float32 else scaler,
+        )
+
+    overflows = (5, 11)
+    want = train(make("cpu"), NUM_STEPS, overflows=overflows)
+    runtime.programs.clear()
+    lazystep.metrics.reset()
+    with config.override(tier="auto", build_after=2):
+        training = make("lazy")
+        train(training, 4)
+        assert lazystep.wait_for_compile(800)
+        training = make("lazy")
+        got = train(training, NUM_STEPS, overflows=overflows)
+        lazystep.wait_device_ops()
+    assert count("native_executions") >= NUM_STEPS - 4
+    assert count("native_mismatches") == 0
+    assert got.scaler == want.scaler
+    wanted = torch.tensor(want.losses).nan_to_num(0.0)
+    distance = float((torch.tensor(got.losses).nan_to_num(0.0) - wanted).abs().max() / wanted.abs().max())
+    dtype = PRECISIONS[precision].autocast or PRECISIONS[precision].model
+    assert distance <= TOLERANCE[dtype]
