@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .errors import report
 from .notices import give_notices
 from .runtime import runtime
 from .step_closures import DeviceContext, check_device, get_device_context
@@ -23,6 +24,9 @@ def mark_step(device: str = "", wait: bool = False) -> None:
     if wait and run is not None:
         run.wait()
     finish_step(context)
+    if wait and run is not None and run.error is not None and not run.error.is_reported:
+        # The run has ended, and the executor may not have told of its failure yet.
+        raise report(run.error)
 
 
 def finish_step(context: DeviceContext) -> None:

@@ -16,6 +16,7 @@ The changes are made in this process only, which does nothing but build:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ _fusable_weak_dep = Scheduler.fusable_weak_dep
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Inductor's decompositions: what a graph must have been traced with for `compile_graph`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own code
+        import torch._inductor.lowering  # noqa: F401 - some decompositions look it up by this name
     return select_decomp_table()
 
 

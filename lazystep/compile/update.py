@@ -294,6 +294,8 @@ def _is_plain(program: Program, value: int, whole: set[int]) -> bool:
     type_, storage = program.values[value]
     if type_.dtype not in (torch.float32, torch.float64) or type_.layout is not torch.strided:
         return False
+    if any(type(number) is not int for number in (*type_.shape, *type_.stride)):
+        return False  # a size that varies in a family
     if type_.offset or type_.conj or type_.neg or type_.extent != program.storages[storage].nbytes:
         return False
     size = type_.dtype.itemsize

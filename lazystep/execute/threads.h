@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -65,9 +66,12 @@ class Bell {
 };
 
 // Calls a function with what torch keeps per thread (modes, excluded dispatch keys, whether gradients are on)
-// as it was where `state` was taken.
+// as it was where `state` was taken. Warnings of kernels are printed, as the executor thread prints them: the call
+// of torch's that waits, such as `tolist`, would raise them as its own.
 inline py::object call_with(const at::ThreadLocalState& state, const py::function& function) {
   at::ThreadLocalStateGuard guard(state);
+  static c10::WarningHandler printing;
+  c10::WarningUtils::WarningHandlerGuard no_python(&printing);
   return function();
 }
 
