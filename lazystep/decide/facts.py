@@ -51,7 +51,11 @@ class OpFacts:
         # The result depends on the size of the memory behind the tensor.
         self.needs_nbytes = packet in ("as_strided", "as_strided_", "resize_", "resize", "set_", "set")
         # The result depends on the tensor's offset there: see [Note: offsets] in record/src/recorder.h.
-        self.is_absolute = self.needs_nbytes or self.has_out or packet.startswith("as_strided")
+        # A view as another data type counts the offset in other elements.
+        changes_type = self.name == "aten.view.dtype" or packet in ("view_as_real", "view_as_complex")
+        self.is_absolute = (
+            self.needs_nbytes or self.has_out or changes_type or packet.startswith("as_strided")
+        )
         # Inference knows nothing of quantized tensors. Fake quantization makes floats.
         self.is_quantizing = "quantize_per_" in packet and "fake_quantize" not in packet
         self.is_collective = self.name in (*LAUNCHES, WAIT)
