@@ -30,14 +30,11 @@ def mark_step(device: str = "", wait: bool = False) -> None:
 
 
 def finish_step(context: DeviceContext) -> None:
-    """Do what follows the queueing of a step: run its closures, raise what failed, give notices.
-
-    Called by the function that the user calls, so that a warning names the user's line.
-    """
+    """Do what follows the queueing of a step: run its closures, raise what failed, give notices."""
     context.run_closures()
     runtime.raise_failures()
     context.async_failures()
-    give_notices(stacklevel=3)
+    give_notices()
 
 
 def run_step_closures() -> DeviceContext:

@@ -8,10 +8,12 @@ still wait at exit are printed.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import warnings
 
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _lock = threading.Lock()
 _waiting: list[str] = []
 _given: set[str] = set()
@@ -34,15 +36,23 @@ def notice(kind: str, message: str) -> None:
             _waiting.append(message)
 
 
-def give_notices(stacklevel: int) -> None:
-    """Warn about all waiting notices. Called by barriers."""
+def user_level() -> int:
+    """The `stacklevel` with which a warning of the calling function names the first line outside lazystep."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def give_notices() -> None:
+    """Warn about all waiting notices, at the user's line. Called by barriers."""
     if not _waiting:
         return
     with _lock:
         messages, _waiting[:] = list(_waiting), []
     for number, message in enumerate(messages):
         try:
-            warnings.warn(message, LazyStepWarning, stacklevel=stacklevel + 1)
+            warnings.warn(message, LazyStepWarning, stacklevel=user_level())
         except LazyStepWarning:
             with _lock:
                 _waiting[:0] = messages[number + 1 :]  # keep the rest when a filter makes this warning raise

@@ -44,7 +44,7 @@ def wait_for_compile(timeout: float | None = None) -> bool:
     runtime.executor.wait_idle()
     runtime.raise_failures()
     is_idle = runtime.tiers.wait_for_builds(settings.build_timeout if timeout is None else timeout)
-    give_notices(stacklevel=2)
+    give_notices()
     return is_idle
 
 

@@ -43,6 +43,9 @@ from lazystep.tiers.history import History  # noqa: E402
 # What `make fast` takes: some of every part, in a minute. A file, and which of its tests take too long:
 # they start a process, build a library or run a thousand steps.
 FAST = {
+    "compat/test_names.py": "",
+    "compat/test_torch_lazy.py": "beside",
+    "compat/test_torch_xla.py": "",
     "test_tiny.py": "native_library",
     "test_faults.py": "exit|interrupt_while_waiting|environment|nobody_looked|torchs_own",
     "record/test_device.py": "without_lazystep|compile|data_loader",

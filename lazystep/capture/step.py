@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 from .. import metrics
 from ..barrier import finish_step
 from ..errors import CaptureError
-from ..notices import LazyStepWarning
+from ..notices import LazyStepWarning, user_level
 from ..program.difference import first_difference
 from ..record import observer
 from ..record._recorder import take_arguments
@@ -434,10 +434,7 @@ def step(
 
 def _warn(message: str) -> None:
     """Warn at the line that called the step."""
-    level, frame = 1, sys._getframe()
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, LazyStepWarning, stacklevel=level)
+    warnings.warn(message, LazyStepWarning, stacklevel=user_level())
 
 
 def _obstacle() -> str:

@@ -1,0 +1,1 @@
+"""`torch_xla.core`: its one module is xla_model."""

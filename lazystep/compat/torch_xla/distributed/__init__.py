@@ -1,0 +1,1 @@
+"""`torch_xla.distributed`: its one module is parallel_loader."""

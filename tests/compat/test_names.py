@@ -1,0 +1,132 @@
+"""`compat` has every public name of torch._lazy, takes the same arguments, and the docs list all of it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._lazy
+
+import lazystep
+from lazystep.compat import names
+from tests.helpers import ROOT
+
+PAGE = ROOT / "docs" / "coming-from.md"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+THEIRS = ["torch._lazy", *(m.name for m in pkgutil.walk_packages(torch._lazy.__path__, "torch._lazy."))]
+
+
+def public_names(module: str) -> set[str]:
+    """The names that a module of torch's defines, or takes from another module of torch._lazy to show them.
+
+    From its source: `torch._lazy.ts_backend` can't be imported beside lazystep.
+    """
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    is_package = spec.submodule_search_locations is not None
+    found: set[str] = set()
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom) and is_package and node.level:
+            found |= {alias.asname or alias.name for alias in node.names}
+    return {name for name in found if not name.startswith("_")}
+
+
+def ours(module: str) -> Any:
+    return importlib.import_module(module.replace("torch._lazy", "lazystep.compat.torch_lazy"))
+
+
+def test_every_module_of_torch_lazy_is_there() -> None:
+    assert len(THEIRS) >= 11
+    for module in THEIRS:
+        assert ours(module).__doc__, module
+
+
+@pytest.mark.parametrize("module", THEIRS)
+def test_every_public_name_of_torch_lazy_is_there_and_in_the_registry(module: str) -> None:
+    wanted = public_names(module)
+    assert wanted
+    assert wanted <= set(vars(ours(module)))
+    assert wanted == {name.name for name in names.all_names("torch_lazy") if name.module == module}
+
+
+@pytest.mark.parametrize("module", [name for name in THEIRS if not name.endswith("ts_backend")])
+def test_functions_and_classes_take_the_arguments_of_torchs(module: str) -> None:
+    original = importlib.import_module(module)
+    refused = {name.name for name in names.all_names("torch_lazy") if name.is_refused}
+    for name in public_names(module) - refused:
+        theirs, here = getattr(original, name), getattr(ours(module), name)
+        if not callable(theirs):
+            assert type(here) is type(theirs)
+            continue
+        parameters = list(inspect.signature(here).parameters.values())
+        for number, parameter in enumerate(inspect.signature(theirs).parameters.values()):
+            same = parameters[number]
+            assert (same.name, same.kind) == (parameter.name, parameter.kind), f"{module}.{name}"
+            is_optional = parameter.default is not inspect.Parameter.empty
+            assert not is_optional or same.default is not inspect.Parameter.empty, f"{module}.{name}"
+        if inspect.isclass(theirs):
+            methods = {m for m in vars(theirs) if not m.startswith("_") and callable(getattr(theirs, m))}
+            assert methods <= set(dir(here)), f"{module}.{name}"
+
+
+@pytest.mark.parametrize("system", names.SYSTEMS)
+def test_registered_names_exist_and_refused_ones_raise_and_say_what_to_use(system: str) -> None:
+    known = names.all_names(system)
+    assert len({(name.module, name.name) for name in known}) == len(known) > 30
+    for name in known:
+        module = name.module.replace(names.SYSTEMS[system], f"lazystep.compat.{system}", 1)
+        thing = getattr(importlib.import_module(module), name.name)
+        if name.is_refused:
+            with pytest.raises(lazystep.UnsupportedError) as error:
+                thing(1, key=2)
+            assert name.short in str(error.value)
+            assert name.here.replace("`", "") in str(error.value)
+
+
+@pytest.mark.parametrize("system", names.SYSTEMS)
+def test_modules_have_no_public_name_that_the_registry_does_not_know(system: str) -> None:
+    known = {(name.module, name.name) for name in names.all_names(system)}
+    for module in {name.module for name in names.all_names(system)}:
+        path = module.replace(names.SYSTEMS[system], f"lazystep.compat.{system}", 1)
+        found = importlib.import_module(path)
+        own = {
+            name
+            for name, thing in vars(found).items()
+            if not name.startswith("_") and getattr(thing, "__module__", None) == found.__name__
+        }
+        assert {name for name in own if (module, name) not in known} <= {"CompiledRegion"}
+
+
+@pytest.mark.parametrize("name", ["torch_lazy", "torch_xla"])
+def test_lazysteps_names_in_the_table_exist(name: str) -> None:
+    here = " ".join(n.here for n in names.all_names(name))
+    found = set(re.findall(r"\blazystep((?:\.\w+)+)", here))
+    assert len(found) > 10
+    for path in found:
+        thing: Any = lazystep
+        for part in path.strip(".").split("."):
+            thing = getattr(thing, part)
+
+
+def test_tables_in_the_docs_are_current() -> None:
+    text = PAGE.read_text()
+    assert [system for _, system, _ in MARKED.findall(text)] == list(names.SYSTEMS)
+    expected = MARKED.sub(lambda m: f"{m[1]}{names.to_markdown(m[2])}\n{m[3]}", text)
+    if os.environ.get("UPDATE_DOCS"):
+        PAGE.write_text(expected)
+        text = expected
+    assert text == expected, "UPDATE_DOCS=1 pytest tests/compat/test_names.py -k docs rewrites the tables"
