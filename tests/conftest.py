@@ -71,6 +71,7 @@ FAST = {
     "capture/test_step.py": "five_hundred|benchmark_models|adafactor",
     "capture/test_torch_around.py": "",
     "capture/test_values_around.py": "",
+    "integrations/test_accelerate.py": "example",
     "overlap/test_in_backward.py": "",
     "overlap/test_parts.py": "",
     "tools/test_benchmarks.py": "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import tomllib
 from typing import Any
 
 import pytest
@@ -93,10 +94,26 @@ def changes_without_device() -> dict[str, list[str]]:
     return changes_of("lazystep.overlap, lazystep.compile.worker")
 
 
-def test_page_lists_everything_that_the_import_replaces(changes_without_device: dict[str, list[str]]) -> None:
+@pytest.fixture(scope="module")
+def changes_with_device() -> dict[str, list[str]]:
+    return changes_of("lazystep, lazystep.integrations")
+
+
+def test_import_brings_none_of_the_packages_of_integrations(
+    changes_with_device: dict[str, list[str]],
+) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {re.match(r"\w+", name)[0] for name in extras["integrations"]}  # type: ignore[index]
+    assert packages
+    assert not packages & {name.partition(".")[0] for name in changes_with_device["modules"]}
+
+
+def test_page_lists_everything_that_the_import_replaces(
+    changes_without_device: dict[str, list[str]], changes_with_device: dict[str, list[str]]
+) -> None:
     listed = set(re.findall(r"`(torch\.[\w.]+)`", CONCEPTS.partition("## What `import lazystep` changes")[2]))
     # What torch changes by itself when more of it is imported is in both, and its counters are in capitals.
-    changed = set(changes_of("lazystep")["changed"]) - set(changes_without_device["changed"])
+    changed = set(changes_with_device["changed"]) - set(changes_without_device["changed"])
     assert not {name for name in changed if not name.rpartition(".")[2].isupper()} - listed
     mentioned = {"torch.lazy", "torch.serialization", "torch.utils.checkpoint", "torch.compile", "torch.load"}
     assert listed - changed <= mentioned

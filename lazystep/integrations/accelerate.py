@@ -1,0 +1,160 @@
+"""Accelerate on the lazy device: the `Accelerator` of this module instead of Accelerate's, and nothing else.
+
+    accelerator = lazystep.integrations.accelerate.Accelerator()
+    model, opt, loader = accelerator.prepare(model, opt, loader)
+    for x, y in loader:                     # batches are on the lazy device; each iteration is a step
+        loss = loss_fn(model(x), y)
+        accelerator.backward(loss)
+        opt.step(); opt.zero_grad()
+
+It differs from Accelerate's own in three places: the device; the loaders that `prepare` returns, which cross
+a barrier after each batch, so that a loop needs no `mark_step`; and `log`, which is a step closure.
+`save_state` and `load_state` are Accelerate's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, get_int_from_env
+
+from ..barrier import mark_step
+from ..errors import UnsupportedError
+from ..record.tensor import DEVICE
+from ..step_closures import add_step_closure, flush_step_closures
+
+_DEVICE_VARIABLE = (
+    "ACCELERATE_TORCH_DEVICE"  # how a user tells `PartialState` of a device that it does not know
+)
+# Where `PartialState` looks for the number of processes.
+_SIZE_VARIABLES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's `Accelerator` on the lazy device. Takes the same arguments, in one process.
+
+    Iterating over a prepared loader ends a step after each batch. `save_state`, `save_model`,
+    `check_trigger` and reads of your own (`.item()`) synchronize; `backward`, `clip_grad_norm_`,
+    `accumulate`, `gather_for_metrics` and `log` do not.
+
+        accelerator = lazystep.integrations.accelerate.Accelerator(gradient_accumulation_steps=2)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("cpu"):
+            raise ValueError(
+                "Accelerator(cpu=True) on the lazy device: leave `cpu` out, or use accelerate.Accelerator"
+            )
+        if str(kwargs.get("mixed_precision")) == "fp16":
+            raise UnsupportedError(
+                "mixed_precision='fp16': Accelerate has no scaler for the lazy device. Use 'bf16', or "
+                "torch.autocast and torch.amp.GradScaler in the loop (docs/precision.md)."
+            )
+        use_lazy_device()
+        super().__init__(*args, **kwargs)
+        if self.distributed_type != DistributedType.NO:
+            raise UnsupportedError(
+                f"Accelerate's {self.distributed_type.value} on the lazy device: {_ONE_PROCESS}"
+            )
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's loader, with a barrier after each batch."""
+        return _with_barriers(super().prepare_data_loader(*args, **kwargs))
+
+    def skip_first_batches(self, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's loader for the rest of an epoch, with a barrier after each batch."""
+        return _with_barriers(super().skip_first_batches(*args, **kwargs))
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Give the values to the trackers, with one-element tensors as numbers. Does not synchronize.
+
+        It is an async step closure: it runs after the barrier, off the training thread, and `end_training`
+        waits for it.
+        """
+        add_step_closure(self._log, (dict(values), step, log_kwargs), run_async=True)
+
+    def _log(self, values: dict[str, Any], step: int | None, log_kwargs: dict[str, Any] | None) -> None:
+        super().log(_with_numbers(values), step, log_kwargs)
+
+    def end_training(self) -> None:
+        """End the step, wait until everything is logged, and close the trackers."""
+        mark_step()
+        flush_step_closures()
+        super().end_training()
+
+
+_ONE_PROCESS = (
+    "its wrappers are for other devices. Use one process, or "
+    "DistributedDataParallel on the lazy module without Accelerate (docs/distributed.md)."
+)
+
+
+def use_lazy_device() -> None:
+    """Make the lazy device the device of this process for Accelerate, and for what is built on it.
+
+    All `Accelerator`s of a process share a state, which the first of them makes. A logger or a script may
+    have made the part that has the device before: then it is changed. A finished state on another device is
+    refused, because models may have been prepared for it.
+    """
+    num_processes = get_int_from_env(_SIZE_VARIABLES, 1)
+    if num_processes > 1:
+        raise UnsupportedError(f"Accelerate in {num_processes} processes on the lazy device: {_ONE_PROCESS}")
+    before = AcceleratorState._shared_state.get("device")
+    if before is not None and before.type != DEVICE.type:
+        raise ValueError(
+            f"this process already has an Accelerator on {before}, and a process has one device. Make that "
+            "of lazystep first, or call accelerate.state.AcceleratorState._reset_state(True) in between."
+        )
+    with device_for_new_states():
+        PartialState().device = DEVICE
+
+
+@contextmanager
+def device_for_new_states() -> Iterator[None]:
+    """A state of the process that is made inside this block is on the lazy device."""
+    before = os.environ.get(_DEVICE_VARIABLE)
+    os.environ[_DEVICE_VARIABLE] = str(DEVICE)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DEVICE_VARIABLE]
+        else:
+            os.environ[_DEVICE_VARIABLE] = before
+
+
+_kinds_with_barriers: dict[type, type] = {}
+
+
+def _with_barriers(loader: Any) -> Any:
+    # A subclass, because Accelerate asks for the type of its loaders. Their `__class__` is a property, which
+    # shows torch's class: `object`'s own is the one to set.
+    kind = type(loader)
+    if kind not in _kinds_with_barriers.values():
+        if kind not in _kinds_with_barriers:
+            _kinds_with_barriers[kind] = _kind_with_barriers(kind)
+        vars(object)["__class__"].__set__(loader, _kinds_with_barriers[kind])
+    return loader
+
+
+def _kind_with_barriers(kind: Any) -> type:
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
+        for batch in kind.__iter__(self):
+            yield batch
+            mark_step()
+
+    return type(kind.__name__, (kind,), {"__iter__": __iter__, "__doc__": kind.__doc__})
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_numbers(one) for name, one in value.items()}
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,0 +1,1 @@
+"""Tests of lazystep.integrations against the real packages."""

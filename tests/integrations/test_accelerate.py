@@ -1,0 +1,219 @@
+"""Accelerate's own loop on the lazy device and on the CPU: equal to the bit, resumed, captured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import lazystep
+from lazystep.integrations.accelerate import Accelerator
+from lazystep.report import JsonlLog
+from tests.helpers import count
+from tests.integrations.examples import run_example
+
+
+def forget_state() -> None:
+    """Accelerate keeps the device in a state of the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    forget_state()
+    yield
+    forget_state()
+
+
+class Training:
+    """A loop as in Accelerate's documentation, with accumulation, clipping and a schedule."""
+
+    def __init__(self, kind: Any, is_captured: bool = False, **options: Any) -> None:
+        forget_state()
+        torch.manual_seed(0)
+        # An order of batches that can be resumed in the middle of an epoch.
+        loading = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+        self.accelerator = kind(gradient_accumulation_steps=2, dataloader_config=loading, **options)
+        x = torch.randn(80, 6)
+        data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
+        model[3].twin = model[3].weight  # tied: one parameter under two names
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 7)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        self.model, self.opt, self.loader, self.schedule = self.accelerator.prepare(
+            model, opt, loader, schedule
+        )
+        self.losses: list[torch.Tensor] = []
+        self.step = lazystep.step(self.run_step) if is_captured else self.run_step
+
+    def run_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = (self.model(x) - y).square().mean()
+        self.accelerator.backward(loss)
+        if self.accelerator.sync_gradients:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.opt.step()
+        self.opt.zero_grad()
+        return loss.detach()
+
+    def epoch(self, loader: Any = None, after: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        for number, (x, y) in enumerate(self.loader if loader is None else loader):
+            with self.accelerator.accumulate(self.model):
+                self.losses.append(self.step(x, y))
+                self.schedule.step()
+            if after is not None:
+                after(number, self.losses[-1])
+
+    def numbers(self) -> list[torch.Tensor]:
+        state = [t for s in self.opt.state.values() for t in s.values()]
+        return [t.detach().cpu() for t in [*self.losses, *self.model.state_dict().values(), *state]]
+
+
+def train_on_cpu(**options: Any) -> list[torch.Tensor]:
+    training = Training(accelerate.Accelerator, cpu=True, **options)
+    for _ in range(3):
+        training.epoch()
+    return training.numbers()
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("is_captured", [False, True], ids=["recorded", "captured"])
+def test_sixty_steps_equal_the_cpu_without_a_wait(is_captured: bool, options: dict[str, Any]) -> None:
+    eager = train_on_cpu(**options)
+    lazy = Training(Accelerator, is_captured, **options)
+    lazystep.metrics.reset()
+    for _ in range(3):
+        lazy.epoch()
+    assert count("synchronizations") == 0, lazystep.metrics.report()
+    assert lazy.accelerator.device.type == "lazy"
+    assert lazy.model[0].weight.device.type == "lazy"
+    assert len(lazy.losses) == 60
+    if isinstance(lazy.step, lazystep.Step):
+        # With an update and without: two captures, each with its early audits.
+        assert lazy.step.num_replayed >= 40, lazy.step.explain()
+    else:
+        assert count("programs_recorded") == 60
+    assert all(map(torch.equal, lazy.numbers(), eager))
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["recorded", "captured"])
+def test_state_saved_after_an_epoch_resumes_to_the_bit(is_captured: bool, tmp_path: Path) -> None:
+    eager = train_on_cpu()
+    lazy = Training(Accelerator, is_captured)
+    lazy.epoch()
+    lazystep.metrics.reset()
+    lazy.accelerator.save_state(str(tmp_path))
+    # The parameters of the model, and two moments for each of them.
+    assert count("synchronizations") <= 12, lazystep.metrics.report()
+    assert (tmp_path / "model.safetensors").exists()
+    resumed = Training(Accelerator, is_captured)
+    torch.manual_seed(77)
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.loader.set_epoch(1)
+    lazystep.metrics.reset()
+    resumed.epoch()
+    resumed.epoch()
+    assert count("synchronizations") == 0, lazystep.metrics.report()
+    assert all(map(torch.equal, resumed.numbers(), eager[20:]))
+
+
+def test_state_saved_in_mid_epoch_resumes_here_as_on_the_cpu(tmp_path: Path) -> None:
+    # Accelerate itself does not continue the stream of random numbers there: each new loader draws a seed.
+    lazy = Training(Accelerator)
+    lazy.epoch(after=lambda number, loss: lazy.accelerator.save_state(str(tmp_path)) if number == 9 else None)
+    resumed = []
+    for kind, options in ((accelerate.Accelerator, {"cpu": True}), (Accelerator, {})):
+        training = Training(kind, **options)
+        training.accelerator.load_state(str(tmp_path))
+        lazystep.metrics.reset()
+        training.epoch(training.accelerator.skip_first_batches(training.loader, 10))
+        resumed.append(training)
+    assert count("programs_recorded") == 10  # barriers in the shortened loader, too
+    assert len(resumed[0].losses) == 10
+    assert all(map(torch.equal, resumed[0].numbers(), resumed[1].numbers()))
+
+
+def test_model_with_tied_weights_is_saved_and_loaded(tmp_path: Path) -> None:
+    training = Training(Accelerator)
+    training.epoch()
+    training.accelerator.save_model(training.model, str(tmp_path))
+    other = Training(accelerate.Accelerator, cpu=True)
+    accelerate.load_checkpoint_in_model(other.model, str(tmp_path))
+    assert other.model[3].twin is other.model[3].weight
+    for mine, saved in zip(training.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), saved)
+
+
+def test_trackers_and_reports_get_the_values_of_each_step_without_a_wait(tmp_path: Path) -> None:
+    training = Training(Accelerator, log_with="tensorboard", project_dir=str(tmp_path))
+    training.accelerator.init_trackers("run")
+    lazystep.metrics.reset()
+    with JsonlLog(tmp_path / "log.jsonl") as log:
+
+        def report(number: int, loss: torch.Tensor) -> None:
+            log(number, loss=loss)
+            training.accelerator.log({"loss": loss, "both": {"loss": loss}, "rate": 0.5}, step=number)
+
+        training.epoch(after=report)
+        assert count("synchronizations") == 0, lazystep.metrics.report()
+    training.accelerator.end_training()
+    expected = [loss.item() for loss in training.losses]
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == expected
+    board = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx(expected, rel=1e-6)
+    assert [event.step for event in board.Scalars("rate")] == list(range(20))
+
+
+def test_a_tracker_that_fails_is_an_error_at_the_end_of_the_training(tmp_path: Path) -> None:
+    class Broken(accelerate.tracking.GeneralTracker):
+        name, requires_logging_directory, tracker = "broken", False, None
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            raise OSError("no space left")
+
+    training = Training(Accelerator, log_with=Broken())
+    training.accelerator.init_trackers("run")
+    training.accelerator.log({"loss": torch.ones((), device="lazy")})
+    with pytest.raises(lazystep.ClosureError, match="no space left"):
+        training.accelerator.end_training()
+
+
+def test_state_that_only_has_a_device_is_moved() -> None:
+    assert PartialState(cpu=True).device.type == "cpu"
+    assert Accelerator().device.type == "lazy"
+    assert Accelerator().device.type == "lazy"  # and a second one is on the same device
+
+
+def test_wrong_use_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"cpu=True.*leave `cpu` out"):
+        Accelerator(cpu=True)
+    with pytest.raises(lazystep.UnsupportedError, match=r"fp16.*Use 'bf16'"):
+        Accelerator(mixed_precision="fp16")
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(lazystep.UnsupportedError, match=r"2 processes.*Use one process"):
+            Accelerator()
+    assert not PartialState._shared_state  # nothing was made before it was refused
+    accelerate.Accelerator(cpu=True)
+    with pytest.raises(ValueError, match=r"an Accelerator on cpu.*_reset_state"):
+        Accelerator()
+
+
+def test_example_learns_and_resumes_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_example("accelerate_loop", monkeypatch, "--directory", tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "336 steps, 0 waits" in printed
+    assert "largest difference after resuming 0\n" in printed
+    assert (tmp_path / "digits").is_dir()
