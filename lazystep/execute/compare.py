@@ -9,7 +9,7 @@ bits, to measure how far its result moves by itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ TOLERANCES = {
 }
 # A native result may differ this many times as much as changed last bits move the reference's result.
 _CONDITION_FACTOR = 32.0
+_PIECE = 1 << 18  # elements that are compared at a time, in double precision
 
 Results = Sequence[tuple[int, torch.Tensor]]
 
@@ -37,26 +38,30 @@ class Difference(NamedTuple):
 
 
 def differences(
-    program: Program, expected: Results, actual: Results, perturbed: Callable[[], Results]
+    program: Program,
+    expected: Results,
+    actual: Iterable[tuple[int, torch.Tensor]],
+    moves: Callable[[Sequence[int]], Sequence[float]],
 ) -> list[Difference]:
     """The results of two runs of a program that differ by more than rounding explains.
 
-    Results are pairs of a value and its tensor, in program order. `perturbed` runs the reference again, on
-    inputs with changed last bits; it is called only if a result differs.
+    Results are pairs of a value and its tensor, in program order. Of `actual`, one is held at a time. `moves`
+    gets positions in `expected` and runs the reference again, on inputs with changed last bits: how far does
+    each result move? It is called only if a result differs.
     """
     tolerances = tolerances_by_storage(program)
     suspects = []
     for number, ((value, a), (_, b)) in enumerate(zip(expected, actual, strict=True)):
-        distance = _distance(a, b)
-        if distance > tolerances[program.values[value].storage]:
-            suspects.append((number, Difference(value, distance)))
+        relative = distance(a, b)
+        if relative > tolerances[program.values[value].storage]:
+            suspects.append((number, Difference(value, relative)))
     if not suspects:
         return []
-    moved = perturbed()
+    moved = moves([number for number, _ in suspects])
     return [
         difference
-        for number, difference in suspects
-        if difference.relative > _CONDITION_FACTOR * _distance(expected[number][1], moved[number][1])
+        for (_, difference), by_itself in zip(suspects, moved, strict=True)
+        if difference.relative > _CONDITION_FACTOR * by_itself
     ]
 
 
@@ -95,16 +100,16 @@ def describe(program: Program, found: Sequence[Difference]) -> str:
     return "; ".join(lines)
 
 
-def perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """`tensor` with noise in the last bits of floating-point elements."""
-    if not tensor.dtype.is_floating_point or tensor.dtype not in TOLERANCES:
-        return tensor
-    noise = torch.empty(tensor.shape, dtype=torch.float64).uniform_(-1, 1, generator=generator)
-    scale = torch.finfo(tensor.dtype).eps
-    return (tensor.double() * (1 + scale * noise)).to(tensor.dtype)
+def perturb_(row: torch.Tensor, generator: torch.Generator) -> None:
+    """Add noise to the last bits of the elements, if they are floating-point numbers."""
+    if row.dtype not in TOLERANCES:
+        return
+    for piece in row.split(_PIECE):
+        noise = torch.empty(piece.shape, dtype=torch.float64).uniform_(-1, 1, generator=generator)
+        piece.copy_(piece.double() * (1 + torch.finfo(row.dtype).eps * noise))
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference between elements, divided by the largest element.
 
     Infinite if the two have NaN or infinity in different places.
@@ -113,15 +118,33 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
         return 0.0
     if not a.dtype.is_floating_point:
         return 0.0 if torch.equal(a, b) else 1.0
-    a, b = a.double(), b.double()
+    size = difference = 0.0
+    for rows_a, rows_b in zip(_pieces(a), _pieces(b), strict=True):
+        piece_size, piece_difference = _sizes(rows_a.double(), rows_b.double())
+        size, difference = max(size, piece_size), max(difference, piece_difference)
+    if difference == float("inf"):
+        return difference
+    return difference / size if size > 0 else (0.0 if difference < 1e-30 else float("inf"))
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor in pieces of about `_PIECE` elements: the comparison copies a piece several times."""
+    if tensor.numel() <= _PIECE or tensor.dim() == 0:
+        yield tensor
+        return
+    for row in tensor.split(max(1, _PIECE * tensor.shape[0] // tensor.numel())):
+        if row.numel() > _PIECE and row.shape[0] == 1:
+            yield from _pieces(row[0])
+        else:
+            yield row
+
+
+def _sizes(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """The largest element, and the largest difference, of the finite elements of two pieces."""
     finite = a.isfinite()
     if not torch.equal(finite, b.isfinite()) or not torch.equal(
         a[~finite].nan_to_num(nan=0.5), b[~finite].nan_to_num(nan=0.5)
     ):
-        return float("inf")
+        return 0.0, float("inf")
     a, b = a[finite], b[finite]
-    if a.numel() == 0:
-        return 0.0
-    size = float(a.abs().max())
-    difference = float((a - b).abs().max())
-    return difference / size if size > 0 else (0.0 if difference < 1e-30 else float("inf"))
+    return (float(a.abs().max()), float((a - b).abs().max())) if a.numel() else (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Keeps the memory that a native step frees for the next step.
+"""Keeps the memory that a native step frees for the next step, and gives back what a check has freed.
 
 A step allocates all its intermediates and frees them again. glibc's malloc returns large blocks to the system
 at once, and the next step gets them back page by page, zeroed. For a small conv net this cost 3,300 page
@@ -8,9 +8,11 @@ two runs of the same script differ by a fifth.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
+from pathlib import Path
 
 # Constants of malloc.h: the size from which a block gets its own mapping, the amount of free memory at the
 # end of a heap that is returned to the system, and the amount that is requested at a time.
@@ -30,3 +32,35 @@ def keep_freed_memory() -> bool:
     # Older releases of glibc accept at most 32 MB for this threshold.
     has_threshold = mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25)
     return bool(has_threshold and mallopt(_M_TRIM_THRESHOLD, _LARGEST) and mallopt(_M_TOP_PAD, 2**26))
+
+
+def give_freed_memory_back() -> bool:
+    """Return freed memory to the system once, for the whole process. False if malloc is not glibc's.
+
+    Takes milliseconds, and the next step gets its memory page by page: for rare events such as a check.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return False
+    trim.argtypes = [ctypes.c_size_t]
+    return bool(trim(0))
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still use: of the machine and of its control group. None if unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        # "max" if there is no limit, which is no number.
+        limit = int(_CONTROL_GROUP.joinpath("memory.max").read_text())
+        found.append(limit - int(_CONTROL_GROUP.joinpath("memory.current").read_text()))
+    return min(found) if found else None
+
+
+_CONTROL_GROUP = Path("/sys/fs/cgroup")

@@ -1,17 +1,25 @@
-"""Checking a library: it runs beside the reference executable on the same inputs, and must agree with it."""
+"""Checking a library: it runs before the reference executable on the same inputs, and must agree with it.
+
+Both update the step's own state, one after the other. The library is first. Then its results are set aside,
+the state from before the step is put back, and the reference computes the results that count. So a check
+needs no second state in memory: see `kept.py` for where the copies are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from .. import metrics
-from ..execute.compare import Results, describe, differences, perturb
+from ..execute.compare import Results, describe, differences, distance, perturb_
+from ..execute.executable import InstructionError
 from ..execute.native import NativeExecutable, UnfitError
 from ..execute.reference import ReferenceExecutable
 from ..program.program import Number, Program
+from .kept import KeptMemory
 
 
 class Checked(NamedTuple):
@@ -30,82 +38,171 @@ def run_checked(
     reference: ReferenceExecutable,
     inputs: list[torch.Tensor],
     scalars: Sequence[Number],
+    directory: Path | None = None,
 ) -> Checked:
-    """Run both executables on the same inputs and compare. The inputs are updated by the reference alone.
+    """Run both executables on the same inputs and compare. The inputs end as the reference leaves them.
 
-    Raises `UnfitError`, with the inputs untouched, if they do not fit the library.
+    `directory`: where large copies may be. Raises `UnfitError`, with the inputs untouched, if they do not fit
+    the library; `NoRoomError`, with the inputs untouched, if there is no room for copies.
     """
-    program = reference.program
-    written = program.storage_writes()
-    before = copy_written(program, inputs, written)
-    copies = copy_written(program, inputs, written)
-    state = list(inputs)
-    metrics.count("native_checks")
-    try:
-        actual = results_of(program, copies, native.run(list(copies), scalars), written)
-    except UnfitError:
-        raise
-    except Exception as error:
-        # On copies: nothing is lost. If memory has run out, the reference will say so itself.
-        reason = str(error.__cause__ or error).partition("\n")[0]
-        return Checked(reference.run(inputs, scalars), failure=reason)
-    outputs = reference.run(inputs, scalars)
-    expected = results_of(program, state, outputs, written)
+    check = _Check(reference, list(inputs), scalars)
+    with KeptMemory(check.num_bytes(), directory) as kept:
+        metrics.count("native_checks")
+        try:
+            return check.run(native, inputs, kept)
+        except OSError as error:
+            # The copy of the state can't be read again, so the state is lost.
+            last = len(reference.program.instructions) - 1
+            raise InstructionError(last, all_started=True) from error
 
-    def perturbed() -> Results:
+
+class _Check:
+    """One check. `inputs` are the tensors that both executables update."""
+
+    def __init__(
+        self, reference: ReferenceExecutable, inputs: list[torch.Tensor], scalars: Sequence[Number]
+    ) -> None:
+        self.reference = reference
+        self.program: Program = reference.program
+        self.inputs = inputs
+        self.scalars = scalars
+        written = self.program.storage_writes()
+        # A tensor of each storage that the step writes, by the number of the storage.
+        self.state: dict[int, torch.Tensor] = {}
+        for value, tensor in zip(self.program.inputs, inputs, strict=True):
+            number = self.program.values[value].storage
+            if number in written:
+                self.state.setdefault(number, tensor)
+
+    def num_bytes(self) -> int:
+        """The size of all copies: the state twice, and the library's other results."""
+        state = sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
+        numbers = {self.program.values[value].storage for value in self.program.outputs}
+        made = (self.program.storages[n] for n in numbers)
+        return 2 * state + sum(storage.nbytes for storage in made if not storage.is_input)
+
+    def run(self, native: NativeExecutable, inputs: list[torch.Tensor], kept: KeptMemory) -> Checked:
+        for number, tensor in self.state.items():
+            kept.keep(("before", number), tensor.untyped_storage())
+        try:
+            actual = self._set_aside(native.run(list(self.inputs), self.scalars), kept)
+        except UnfitError:
+            raise
+        except Exception as error:
+            # Nothing is lost. If memory has run out, the reference will say so itself.
+            self._put_back(kept)
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            return Checked(self.reference.run(inputs, self.scalars), failure=reason)
+        self._put_back(kept)
+        outputs = self.reference.run(inputs, self.scalars)
+        expected = self._results(outputs)
+
+        def moves(numbers: Sequence[int]) -> list[float]:
+            return self._moves(numbers, expected, kept)
+
+        found = differences(self.program, expected, actual, moves)
+        return Checked(outputs, mismatch=describe(self.program, found) if found else "")
+
+    def _put_back(self, kept: KeptMemory) -> None:
+        for number, tensor in self.state.items():
+            kept.restore(("before", number), tensor.untyped_storage())
+
+    def _set_aside(self, outputs: list[torch.Tensor], kept: KeptMemory) -> Iterator[tuple[int, torch.Tensor]]:
+        """Copy the library's results. Returns them one after the other, each loaded when it is needed."""
+        for number, tensor in self.state.items():
+            kept.keep(("after", number), tensor.untyped_storage())
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in self.inputs if tensor.numel()}
+        places: list[tuple[int, torch.Tensor | None, Hashable, _Geometry]] = []
+        for value, tensor in self._results(outputs):
+            number, geometry = self.program.values[value].storage, _Geometry.of(tensor)
+            if number in self.state:
+                places.append((value, None, ("after", number), geometry))
+            elif not tensor.numel() or tensor.untyped_storage().data_ptr() in inputs:
+                places.append((value, tensor, None, geometry))  # neither executable writes this memory
+            else:
+                key = "result", tensor.untyped_storage().data_ptr()
+                kept.keep(key, tensor.untyped_storage())
+                places.append((value, None, key, geometry))
+
+        def results() -> Iterator[tuple[int, torch.Tensor]]:
+            for value, tensor, key, geometry in places:
+                yield value, tensor if tensor is not None else geometry.view_of(kept.load(key))
+
+        return results()
+
+    def _results(self, outputs: Sequence[torch.Tensor]) -> Results:
+        """Everything that a run has changed: its outputs and the inputs that it has written, by value."""
+        results = list(zip(self.program.outputs, outputs, strict=True))
+        for value, tensor in zip(self.program.inputs, self.inputs, strict=True):
+            if self.program.values[value].storage in self.state:
+                results.append((value, tensor))
+        return results
+
+    def _moves(self, numbers: Sequence[int], expected: Results, kept: KeptMemory) -> list[float]:
+        """How far results of the reference move if the last bits of the inputs change.
+
+        The state takes part in this run, and is afterwards as the reference has left it.
+        """
         metrics.count("native_checks_perturbed")
-        moved = _perturbed_inputs(program, before)
-        return results_of(program, moved, reference.run(list(moved), scalars), written)
+        generator = torch.Generator().manual_seed(0)
+        moved = self._moved_inputs(generator)
+        changed = []
+        try:
+            for number, tensor in self.state.items():
+                storage = tensor.untyped_storage()
+                before = kept.load(("before", number))
+                kept.keep(("before", number), storage)  # from here on, the state from after the step
+                changed.append((number, storage))
+                perturb_(_row(before, tensor.dtype), generator)
+                storage.copy_(before)
+            results = self._results(self.reference.run(list(moved), self.scalars))
+            found = []
+            for n in numbers:
+                value, tensor = expected[n]
+                number = self.program.values[value].storage
+                if number in self.state:
+                    tensor = _Geometry.of(tensor).view_of(kept.load(("before", number)))
+                found.append(distance(tensor, results[n][1]))
+            return found
+        except InstructionError:
+            return [0.0] * len(numbers)  # no result at all: rounding explains nothing
+        finally:
+            for number, storage in changed:
+                kept.restore(("before", number), storage)
 
-    found = differences(program, expected, actual, perturbed)
-    return Checked(outputs, mismatch=describe(program, found) if found else "")
+    def _moved_inputs(self, generator: torch.Generator) -> list[torch.Tensor]:
+        """The inputs, with noise in the last bits of copies of those that the step does not write.
+
+        The noise is added by storage: views of one memory that come apart would seem to be very sensitive.
+        """
+        memory: dict[int, torch.UntypedStorage] = {}
+        moved = []
+        for value, tensor in zip(self.program.inputs, self.inputs, strict=True):
+            number = self.program.values[value].storage
+            if number not in self.state and tensor.dtype.is_floating_point:
+                if number not in memory:
+                    memory[number] = tensor.untyped_storage().clone()
+                    perturb_(_row(memory[number], tensor.dtype), generator)
+                tensor = _Geometry.of(tensor).view_of(memory[number])
+            moved.append(tensor)
+        return moved
 
 
-def copy_written(
-    program: Program, inputs: Sequence[torch.Tensor], written: Mapping[int, int]
-) -> list[torch.Tensor]:
-    """The inputs, with copies of the memory that the program writes."""
-    memory: dict[int, torch.UntypedStorage] = {}
-    copies = []
-    for value, tensor in zip(program.inputs, inputs, strict=True):
-        storage = program.values[value].storage
-        if storage in written:
-            if storage not in memory:
-                memory[storage] = tensor.untyped_storage().clone()
-            like = torch.empty(0, dtype=tensor.dtype)
-            tensor = like.set_(memory[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
-        copies.append(tensor)
-    return copies
+class _Geometry(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Geometry:
+        return cls(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
-def results_of(
-    program: Program,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    written: Mapping[int, int],
-) -> Results:
-    """Everything that a run has changed: its outputs and the inputs that it has written, by value."""
-    results = list(zip(program.outputs, outputs, strict=True))
-    for value, tensor in zip(program.inputs, inputs, strict=True):
-        if program.values[value].storage in written:
-            results.append((value, tensor))
-    return results
-
-
-def _perturbed_inputs(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs with noise in their last bits.
-
-    The noise is added by storage: views of one memory that come apart would seem to be very sensitive.
-    """
-    generator = torch.Generator().manual_seed(0)
-    memory: dict[int, torch.Tensor] = {}
-    moved = []
-    for value, tensor in zip(program.inputs, inputs, strict=True):
-        number = program.values[value].storage
-        if number not in memory:
-            storage = tensor.untyped_storage()
-            size = storage.nbytes() // tensor.dtype.itemsize
-            row = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (size,), (1,))
-            memory[number] = perturb(row, generator)
-        moved.append(memory[number].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
-    return moved
+def _row(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))

@@ -26,7 +26,7 @@ from ..compile.cache import Library
 from ..compile.scalars import fixed_slots
 from ..config import settings
 from ..execute.library import load
-from ..execute.malloc import keep_freed_memory
+from ..execute.malloc import give_freed_memory_back, keep_freed_memory
 from ..execute.native import NativeExecutable, UnfitError
 from ..execute.reference import ReferenceExecutable
 from ..execute.thread_choice import ThreadChoice
@@ -38,6 +38,7 @@ from ..program.signature import NotCallableError, Signature, signature_of
 from .agreement import Communication
 from .check import run_checked
 from .families import Families, Member, Served
+from .kept import NoRoomError
 
 # A program with more of them has a fixed scalar that changes all the time.
 _MAX_SPECIALIZATIONS = 64
@@ -121,14 +122,21 @@ class TieredExecutable:
             return outputs
         try:
             if specialization.is_check_due():
-                checked = run_checked(library.native, self._reference, inputs, scalars)
+                directory = library.library.path.parent
+                checked = run_checked(library.native, self._reference, inputs, scalars, directory)
                 self.tier = "checked"
+                if settings.keep_memory:
+                    give_freed_memory_back()
                 specialization.end_check(checked.failure, checked.mismatch)
                 return checked.outputs
             outputs = library.run(inputs, scalars)
         except UnfitError as error:
             torch.set_num_threads(library.native.num_threads)
             specialization.stay("unfit_inputs", f"its inputs do not fit the library: {error}")
+            return self._reference.run(inputs, scalars)
+        except NoRoomError as error:
+            specialization.postpone_check(str(error))
+            metrics.count("reference_executions")
             return self._reference.run(inputs, scalars)
         self.tier = "native"
         self.num_native_runs += 1
@@ -196,6 +204,9 @@ class TieredExecutable:
             if any(one.is_ready for one in self.specializations.values()):
                 return "on the reference executable; its library is ready for the next run"
             return "on the reference executable while its library is being built"
+        postponed = next((one.postponed for one in self.specializations.values() if one.postponed), "")
+        if stage is Stage.UNCHECKED and postponed:
+            return f"on the reference executable; its library has not been checked: {postponed}"
         if stage in (Stage.UNCHECKED, Stage.NATIVE):
             shared = next((one.shared for one in self.specializations.values() if one.shared), "")
             return f"native{shared}" + (
@@ -223,6 +234,7 @@ class Specialization:
         self.stage = Stage.COUNTING
         self.reason = ""
         self.library: LoadedLibrary | None = None
+        self.postponed = ""  # why the last check could not be made
         self._program = program
         self._signature = signature
         self._fixed = fixed
@@ -286,6 +298,7 @@ class Specialization:
         """Take the outcome of a check: texts that are empty if the library ran and agreed."""
         assert self.library is not None
         self.library.num_runs += 1
+        self.postponed = ""
         served = self.library.served
         if served is not None and (failure or mismatch) and self.stage is Stage.UNCHECKED:
             self._leave_family(served, failure or mismatch)
@@ -302,6 +315,18 @@ class Specialization:
         else:
             self.stage = Stage.NATIVE
             self._tiers.builder.mark_checked(self.library.library, served.tag if served is not None else "")
+
+    def postpone_check(self, reason: str) -> None:
+        """There was no room for a check, so the reference has run: the next run tries again."""
+        assert self.library is not None
+        self.library.num_runs += 1  # a check that is due every N runs is left out
+        self.postponed = reason
+        metrics.count("native_checks_postponed")
+        notice(
+            f"postponed {self.library.library.key}",
+            f"a native library is not used until it has been compared with the reference: {reason}. Free "
+            "some space, or set LAZYSTEP_CHECK_NATIVE=off to use it unchecked",
+        )
 
     def stay(self, kind: str, reason: str) -> None:
         """Run on the reference from now on. `kind` is one word, for counters."""

@@ -18,13 +18,13 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 import lazystep
 from lazystep.compile.lower import LoweringError, lower
 from lazystep.compile.scalars import fixed_slots
-from lazystep.execute.compare import Results, describe, differences
+from lazystep.execute.compare import describe, differences, distance
 from lazystep.execute.native import NativeExecutable
 from lazystep.execute.reference import ReferenceExecutable
 from lazystep.program.serialize import from_json, to_json
 from lazystep.program.signature import NotCallableError, signature_of
-from lazystep.tiers.check import _perturbed_inputs, copy_written, results_of
 from lazystep.tiers.tiered import TieredExecutable
+from tests.twice import copy_inputs, perturb_inputs, results_of
 
 from .conftest import Counts
 from .test_ops import OPS, UNINITIALIZED, call, pick_samples
@@ -81,23 +81,22 @@ class LoweredExecutable(TieredExecutable):
             return super().run(inputs, scalars)
         num_threads = torch.get_num_threads()
         native = NativeExecutable(program, signature, lambda flat: list(graph(*flat)), num_threads)
-        written = program.storage_writes()
-        before = copy_written(program, inputs, written)
-        copies = copy_written(program, inputs, written)
+        moved, copies = copy_inputs(program, inputs), copy_inputs(program, inputs)
         given = list(inputs)
-        actual = results_of(program, copies, native.run(list(copies), scalars), written)
+        actual = results_of(program, copies, native.run(list(copies), scalars))
         outputs = super().run(inputs, scalars)
-        expected = results_of(program, given, outputs, written)
+        expected = results_of(program, given, outputs)
         for (value, a), (_, b) in zip(expected, actual, strict=True):
             if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
                 self.wrong.append(f"%{value} is {b.dtype} {b.shape} {b.stride()}")
 
-        def perturbed() -> Results:
-            moved = _perturbed_inputs(program, before)
-            return results_of(program, moved, ReferenceExecutable(program).run(list(moved), scalars), written)
+        def moves(numbers: Sequence[int]) -> list[float]:
+            perturb_inputs(program, moved)
+            again = results_of(program, moved, ReferenceExecutable(program).run(list(moved), scalars))
+            return [distance(expected[number][1], again[number][1]) for number in numbers]
 
         pairs = zip(expected, actual, strict=True)
-        found = differences(program, expected, [_without_noise(*pair) for pair in pairs], perturbed)
+        found = differences(program, expected, [_without_noise(*pair) for pair in pairs], moves)
         if found:
             self.wrong.append(describe(program, found))
         self.compared.append("")

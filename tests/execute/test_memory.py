@@ -1,6 +1,11 @@
-"""Memory that is freed stays with the process: counted by page faults, in a process of its own."""
+"""What a process keeps: memory that steps free, and not what a check has used. In processes of their own."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
 
 from tests.helpers import run_python
 
@@ -39,3 +44,55 @@ def num_page_faults(what: str) -> int:
 def test_freed_memory_is_kept() -> None:
     assert num_page_faults("leave") > 1000
     assert num_page_faults("keep") < 100
+
+
+TRAINING = """
+import json, sys
+import torch, torch._dynamo  # torch.optim imports it
+
+device = sys.argv[1]
+if device == "lazy":
+    import lazystep
+    from lazystep.metrics import counter_value
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(3)]).to(device)
+optimizer = torch.optim.Adam(model.parameters())
+
+def train(num_steps):
+    for _ in range(num_steps):
+        loss = model(torch.ones(2, 2048).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device == "lazy":
+            lazystep.mark_step()
+    loss.item()
+
+train(4)
+if device == "lazy":
+    assert lazystep.wait_for_compile(250)
+train(4)
+with open("/proc/self/status") as lines:
+    status = dict(line.split(":", 1) for line in lines)
+found = {"peak": int(status["VmHWM"].split()[0]), "now": int(status["VmRSS"].split()[0])}
+if device == "lazy":
+    assert counter_value("native_executions") >= 3
+    names = "native_checks", "check_bytes_on_disk", "check_bytes_in_memory"
+    found |= {name: counter_value(name) for name in names}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_process_that_checked_a_library_is_as_large_as_others(tmp_path: Path) -> None:
+    """The check needs the state of 150 MB twice more, and nothing of it is in the process."""
+    environ = {"LAZYSTEP_CACHE_DIR": str(tmp_path / "cache"), "LAZYSTEP_TIER": "auto"}
+    found = {}
+    for name, device in {"eager": "cpu", "building": "lazy", "cached": "lazy"}.items():
+        done = run_python("-c", TRAINING, device, **environ)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(done.stdout)
+    assert [found[name]["native_checks"] for name in ("building", "cached")] == [1, 0]
+    assert found["building"]["check_bytes_on_disk"] >= 2 * 3 * 3 * 2048 * 2048 * 4  # all state, twice
+    assert found["building"]["check_bytes_in_memory"] == 0
+    assert found["building"]["now"] <= 1.05 * found["cached"]["now"], found
+    assert found["building"]["peak"] <= 1.15 * found["eager"]["peak"], found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,10 @@ def test_tiered_executable_forgotten_while_building_is_not_loaded(runtime: Any) 
         lazystep.mark_step()
     lazystep.wait_device_ops()
     assert isinstance(runtime.history._programs[-1], TieredExecutable)
+    deadline = time.monotonic() + 60
+    while not count("builds_started"):  # a request that is still queued would be dropped
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     runtime.programs.clear()
     runtime.history._programs.clear()
     runtime.last_program = None

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lazystep import config, notices
+from lazystep import LazyStepWarning, config, mark_step, notices
 from lazystep.tiers.tiered import Specialization, Stage
+from tests.helpers import count
 
 
 @pytest.fixture
@@ -53,3 +54,29 @@ def test_library_that_passes_its_check_is_native(specialization: Any) -> None:
     specialization.end_check("", "")
     assert specialization.stage is Stage.NATIVE
     assert specialization.advance() is specialization.library
+
+
+def test_check_without_room_is_made_later(specialization: Any) -> None:
+    with config.override(check_native="first"):
+        specialization.postpone_check("its check needs 9 MB")
+        specialization.postpone_check("its check needs 9 MB")
+        assert specialization.stage is Stage.UNCHECKED
+        assert specialization.is_check_due()
+        specialization.end_check("", "")
+    assert specialization.stage is Stage.NATIVE
+    assert count("native_checks_postponed") == 2
+    with pytest.warns(LazyStepWarning, match="its check needs 9 MB") as caught:
+        mark_step()
+    assert len(caught) == 1
+    notices.forget()
+
+
+def test_later_check_without_room_is_left_out(specialization: Any) -> None:
+    with config.override(check_native="3"):
+        specialization.end_check("", "")
+        specialization.library.num_runs = 3
+        assert specialization.is_check_due()
+        specialization.postpone_check("its check needs 9 MB")
+        assert not specialization.is_check_due()
+    assert specialization.stage is Stage.NATIVE
+    notices.forget()
