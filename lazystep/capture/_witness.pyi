@@ -11,7 +11,10 @@ from typing import Any, Protocol, TypeVar
 _R = TypeVar("_R")
 
 supported: int
-"""1 if the layout of this Python's frames is known (CPython 3.11). Otherwise 0, and nothing else is here."""
+"""1 if this Python's instructions and frames are known. Otherwise 0, and there are no functions here."""
+
+versions: str
+"""The releases of CPython that are known, in words."""
 
 class _Sink(Protocol):
     """What is told of a call. `kind`: attribute (0), item (1), global (2), cell (3), result of C (-1)."""
@@ -45,13 +48,23 @@ def begin(sink: _Sink, traced_float: type[float], traced_int: type[int], tensor:
     """Witness the calls of this thread from now on. Raises `RuntimeError` if a call is being witnessed."""
 
 def call(function: Callable[..., _R], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> _R:
-    """Call a function and look on. Raises what the function raises; an exception of the sink's is kept."""
+    """Call a function and look on. Raises what the function raises; an exception of the sink's is kept.
+
+    From CPython 3.12 on, takes an id of `sys.monitoring` for the time of the call. Raises `RuntimeError` if
+    none is free (`witness.obstacle` looks before), without having called the function.
+    """
 
 def end() -> BaseException | None:
     """End it and let go of all objects. Returns the exception that the sink has raised, if any: a bug."""
 
 def add(value: Any, /) -> bool:
     """Count an object as outside: the call did not make it. Returns whether that is new."""
+
+def check_code(code: CodeType, /) -> int:
+    """The greatest depth of the value stack before an instruction; 0 where frames keep their own.
+
+    Raises `RuntimeError` if the code is not understood, as in a call that runs it. For tests.
+    """
 
 def is_outside(value: Any, /) -> bool:
     """Whether an object is known to be outside."""

@@ -27,7 +27,7 @@ from .places import Places
 from .recipes import NotReplayableError, UnsettledError
 from .recorded import RecordedCall
 from .replay import Replay
-from .witness import STEPS_KEY, is_supported
+from .witness import STEPS_KEY, obstacle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -192,13 +192,13 @@ class Step(Generic[P, R]):
         self, captures: _Captures, leaves: list[Any], structure: Structure, context: DeviceContext
     ) -> R:
         changed = captures.replays[0].guards.difference() if captures.replays else ""
-        obstacle = _obstacle()
-        is_witnessed = not obstacle and not captures.num_to_skip
+        hindrance = obstacle()
+        is_witnessed = not hindrance and not captures.num_to_skip
         call = self._record_once(captures, leaves, structure, context, is_witnessed)
         result: R = call.result
         call.drop_tensors()
-        if obstacle:
-            self._fall_back(obstacle)
+        if hindrance:
+            self._fall_back(hindrance)
         elif not is_witnessed:
             captures.num_to_skip -= 1
         elif call.disturbance:
@@ -435,15 +435,6 @@ def step(
 def _warn(message: str) -> None:
     """Warn at the line that called the step."""
     warnings.warn(message, LazyStepWarning, stacklevel=user_level())
-
-
-def _obstacle() -> str:
-    """Why no call can be witnessed now; empty if it can."""
-    if not is_supported:
-        return f"captures need CPython 3.11, this is {sys.version_info.major}.{sys.version_info.minor}"
-    if sys.gettrace() is not None:
-        return "a debugger or a coverage tool traces this thread (sys.settrace)"
-    return ""
 
 
 def _agree(earlier: RecordedCall, call: RecordedCall) -> bool:

@@ -61,7 +61,27 @@ _PASSING = {
 _MODE = os.path.join(_ROOT, "capture", "op_numbers.py")
 STEPS_KEY = "_lazystep_steps"  # in `__dict__` of an object with step methods
 
-is_supported = bool(_witness.supported)
+# Ids of `sys.monitoring`: of tools that must see calls run, and those that src/events_monitoring.h may take.
+_WATCHING_TOOLS, _FREE_TOOLS = (0, 1), (2, 3, 4, 5)
+
+
+def obstacle() -> str:
+    """Why no call can be witnessed now; empty if it can."""
+    if not _witness.supported:
+        major, minor = sys.version_info[:2]
+        return f"captures need CPython {_witness.versions}, this is {major}.{minor}"
+    if sys.gettrace() is not None:
+        return "a debugger or a coverage tool traces this thread (sys.settrace)"
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    if monitoring is not None:
+        for tool in _WATCHING_TOOLS:
+            if monitoring.get_tool(tool) is not None:
+                return (
+                    f"a debugger or a coverage tool, {monitoring.get_tool(tool)}, is at work (sys.monitoring)"
+                )
+        if all(monitoring.get_tool(tool) is not None for tool in _FREE_TOOLS):
+            return "other tools use all ids of sys.monitoring, of which the witness needs one"
+    return ""
 
 
 class Witness:

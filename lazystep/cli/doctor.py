@@ -153,9 +153,8 @@ def _extensions() -> Iterator[Finding]:
             release = f"torch {built.torch_version}" if extension.needs_torch else "any torch"
             yield Finding("good", f"extension: {extension.name}, built for {release}")
             if extension.module == WITNESS.module and not built.supported:
-                yield Finding(
-                    "note", "extension: captures need CPython 3.11; here every call of a step is recorded"
-                )
+                text = f"captures need CPython {built.versions}; here every call of a step is recorded"
+                yield Finding("note", f"extension: {text}")
 
 
 def _extras() -> Iterator[Finding]:

@@ -86,11 +86,13 @@ static PyObject *get(const Row *row, PyObject *container)
         return value;
     }
     case CLASS: {
-        PyObject *value = PyDict_GetItemWithError(((PyTypeObject *)container)->tp_dict, row->key);
+        PyObject *dict = get_class_dict((PyTypeObject *)container);
+        PyObject *value = Py_XNewRef(PyDict_GetItemWithError(dict, row->key));
         if (value == NULL) {
             PyErr_Clear();
         }
-        return Py_XNewRef(value);
+        Py_DECREF(dict);
+        return value;
     }
     case ATTRIBUTE: {
         PyObject *value = PyObject_GetAttr(container, row->key);
@@ -405,7 +407,7 @@ static PyObject *dict_of_class(PyObject *module, PyObject *type)
         PyErr_SetString(PyExc_TypeError, "expected a class");
         return NULL;
     }
-    return Py_NewRef(((PyTypeObject *)type)->tp_dict);
+    return get_class_dict((PyTypeObject *)type);
 }
 
 static PyMethodDef functions[] = {

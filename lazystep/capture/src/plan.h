@@ -60,10 +60,34 @@ typedef struct {
     Py_ssize_t num_looked_at;
 } Plan;
 
-#if PY_VERSION_HEX < 0x030E0000
-#define VERSION_OF(dict) (((PyDictObject *)(dict))->ma_version_tag)
-#define HAS_VERSIONS 1
+/* The version of a dict, or 0 if this release of Python has none that can be trusted: then all is looked up. */
+static uint64_t version_of(PyObject *dict)
+{
+#if PY_VERSION_HEX >= 0x030E0000
+    (void)dict;
+    return 0;
 #else
-#define VERSION_OF(dict) 0 /* no such thing any more: everything is looked up */
-#define HAS_VERSIONS 0
+#if PY_VERSION_HEX >= 0x030D0000
+    /* The values may lie in an object, which sets its attributes there without a word to the dict or its watchers. */
+    if (((PyDictObject *)dict)->ma_values != NULL) {
+        return 0;
+    }
 #endif
+    _Py_COMP_DIAG_PUSH _Py_COMP_DIAG_IGNORE_DEPR_DECLS /* 3.12 announces that it will go */
+    return ((PyDictObject *)dict)->ma_version_tag;
+    _Py_COMP_DIAG_POP
+#endif
+}
+
+/* The dict of a class: a new reference. */
+static PyObject *get_class_dict(PyTypeObject *type)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyType_GetDict(type); /* classes of the interpreter's own keep theirs elsewhere */
+#else
+    return Py_NewRef(type->tp_dict);
+#endif
+}
+
+/* From 3.14 on dicts have no versions: a read that rests on nothing is not worth remembering. */
+#define HAS_VERSIONS (PY_VERSION_HEX < 0x030E0000)

@@ -69,7 +69,7 @@ static int add_watches(Plan *plan, Read *reads, Py_ssize_t num_reads)
         if (i == 0 || reads[i].dict != reads[i - 1].dict) {
             Watch *watch = &plan->watches[plan->num_watches++];
             watch->dict = Py_NewRef(reads[i].dict);
-            watch->version = VERSION_OF(reads[i].dict);
+            watch->version = version_of(reads[i].dict);
             watch->first = i;
         }
         plan->watch_rows[i] = reads[i].row;
@@ -101,7 +101,7 @@ static int are_current(Plan *plan, PyObject **values)
                 return 0;
             }
         }
-        if (VERSION_OF(watch->dict) != watch->version) {
+        if (version_of(watch->dict) != watch->version) {
             return 0;
         }
     }
@@ -226,7 +226,7 @@ static int still_fits(Plan *plan, Py_ssize_t number, PyObject *value)
 
 static int rows_still_fit(Plan *plan, Watch *watch)
 {
-    uint64_t version = VERSION_OF(watch->dict); /* first: code that a comparison runs may change the dict */
+    uint64_t version = version_of(watch->dict); /* first: code that a comparison runs may change the dict */
     for (Py_ssize_t i = watch->first; i < watch->end; i++) {
         Py_ssize_t number = plan->watch_rows[i];
         if (number < 0) {
@@ -290,7 +290,8 @@ static int read_remembered(Plan *plan)
     int fits_still = 1;
     for (Py_ssize_t i = 0; i < plan->num_watches && fits_still; i++) {
         Watch *watch = &plan->watches[i];
-        fits_still = VERSION_OF(watch->dict) == watch->version || rows_still_fit(plan, watch);
+        uint64_t version = version_of(watch->dict); /* 0: only a look at the rows tells */
+        fits_still = (version && version == watch->version) || rows_still_fit(plan, watch);
     }
     for (Py_ssize_t i = 0; i < plan->num_live && fits_still; i++) {
         fits_still = live_still_fits(plan, &plan->live[i]);

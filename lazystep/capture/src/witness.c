@@ -14,18 +14,29 @@ the call itself makes are never outside.
 where it came from (`Traced`). Python code computes with it by its operators. C code is not able to follow: it
 gets the plain number, and the sink is told that this value must stay the same (`pin`).
 
-Needs the layout of CPython's frames, which is internal. [Note: versions] Written for CPython 3.11; each later
-release needs its own opcodes and its own way to find the top of the stack. */
+Nothing here depends on the release of Python. Its instructions, frames and events do: see [Note: versions] in
+operations.h. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
-#define Py_BUILD_CORE 1
-#include <internal/pycore_frame.h>
-#define NEED_OPCODE_TABLES
-#include <internal/pycore_opcode.h>
-#include <opcode.h>
+#define VERSIONS "3.11, 3.12 or 3.13" /* in messages */
+#if defined(Py_GIL_DISABLED) || defined(PYPY_VERSION)
+#define SUPPORTED 0 /* the state of a witnessed call relies on the interpreter lock */
+#elif PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+#define SUPPORTED 1
+#include "frames_311.h"
+#elif PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030D0000
+#define SUPPORTED 1
+#include "frames_312.h"
+#elif PY_VERSION_HEX >= 0x030D0000 && PY_VERSION_HEX < 0x030E0000
+#define SUPPORTED 1
+#include "frames_313.h"
+#else
+#define SUPPORTED 0
+#endif
+
+#if SUPPORTED
 
 /* ---- a hash table of pointers ------------------------------------------------------------------------- */
 
@@ -133,9 +144,17 @@ enum {
 };
 
 typedef struct {
+    PyObject *object; /* kept alive by the state */
+    int kind;
+    Decoded *decoded; /* NULL until its instructions are looked at */
+} Code;
+
+typedef struct {
     _PyInterpreterFrame *frame;
+    size_t code; /* its number */
     int code_kind;
     int pending; /* the kind of place whose value the last instruction has pushed */
+    int distance; /* of that value from the top */
     PyObject *owner;
     PyObject *key;
     unsigned flags;
@@ -145,12 +164,14 @@ typedef struct {
 static struct {
     PyObject *sink;       /* NULL: no call is witnessed */
     PyObject *held;       /* keeps outside objects and keys alive: an address stands for one object */
-    PyThreadState *thread;
     Table outside;        /* objects */
     Table reads;          /* places, with the sink's answer */
     Table writes;
     Table made;           /* functions that the call itself has made */
-    Table codes;          /* code objects, with their kinds */
+    Table code_numbers;   /* code objects, with their numbers in `codes` */
+    Code *codes;
+    size_t num_codes;
+    size_t max_codes;
     Table callables;      /* callables, with their classes */
     Level *levels;
     size_t num_levels;
@@ -698,7 +719,7 @@ static int on_call_ex(Level *level, PyObject **callable, PyObject **positional, 
 static int on_value(Level *level, PyObject **top)
 {
     int kind = level->pending;
-    PyObject *value = top[-1];
+    PyObject **slot = top - level->distance;
     if (kind == UNPACKED) { /* the first element is on top */
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(level->owner); i++) {
             PyObject *number = PyLong_FromSsize_t(i);
@@ -717,9 +738,10 @@ static int on_value(Level *level, PyObject **top)
         }
         return 0;
     }
-    if (kind == METHOD && top[-2] != NULL) {
-        value = top[-2];
+    if (kind == METHOD && level->distance == 1 && top[-2] != NULL) {
+        slot = &top[-2]; /* a method lies below `self`, and anything else above NULL */
     }
+    PyObject *value = *slot;
     if (value == NULL) {
         return 0;
     }
@@ -748,7 +770,7 @@ static int on_value(Level *level, PyObject **top)
             Py_DECREF(traced);
         }
         else {
-            put(&top[-1], traced);
+            put(slot, traced);
         }
         return 0;
     }
@@ -855,19 +877,12 @@ static int take_from(PyObject *iterator)
     return tell_void("taken", Py_BuildValue("(O)", iterator));
 }
 
-static int on_instruction(Level *level, PyFrameObject *object)
+static int on_operation(Level *level, const Operation *operation)
 {
-    _PyInterpreterFrame *frame = object->f_frame;
-    PyCodeObject *code = frame->f_code;
-    PyObject **top = frame->localsplus + frame->stacktop;
-    const _Py_CODEUNIT *at = frame->prev_instr;
-    int opcode = _PyOpcode_Deopt[_Py_OPCODE(*at)];
-    int oparg = _Py_OPARG(*at);
-    while (opcode == EXTENDED_ARG) {
-        at++;
-        oparg = oparg << 8 | _Py_OPARG(*at);
-        opcode = _PyOpcode_Deopt[_Py_OPCODE(*at)];
-    }
+    _PyInterpreterFrame *frame = level->frame;
+    PyCodeObject *code = code_of(frame);
+    PyObject **top = top_of(frame, operation);
+    int does = operation->does, arg = operation->arg;
     if (level->pending != NOTHING) {
         int done = on_value(level, top);
         forget_pending(level);
@@ -877,60 +892,62 @@ static int on_instruction(Level *level, PyFrameObject *object)
     }
     int is_users = level->code_kind == USERS;
     level->keeps = 0;
-    switch (opcode) {
-    case RETURN_VALUE:
+    level->distance = operation->distance;
+    switch (does) {
+    case DO_NOTHING:
+        return 0;
+    case DO_RETURN:
         if (state.num_levels > 1 && state.levels[state.num_levels - 2].keeps) {
             return look_at(&top[-1]) < 0 ? -1 : pin_inside(top[-1], 3);
         }
         return 0;
-    case LOAD_GLOBAL: {
-        PyObject *name = PyTuple_GET_ITEM(code->co_names, oparg >> 1);
+    case DO_READ_GLOBAL: {
+        PyObject *name = PyTuple_GET_ITEM(code->co_names, arg);
         PyObject *globals = frame->f_globals;
         if (is_users) {
             return read_place(level, GLOBAL, globals, name);
         }
         return note_read(GLOBAL, globals, name) < 0 ? -1 : 0;
     }
-    case LOAD_NAME: {
-        PyObject *name = PyTuple_GET_ITEM(code->co_names, oparg);
+    case DO_READ_NAME: {
+        PyObject *name = PyTuple_GET_ITEM(code->co_names, arg);
         return is_users ? read_place(level, GLOBAL, frame->f_globals, name) : 0;
     }
-    case STORE_GLOBAL:
-    case DELETE_GLOBAL: {
-        PyObject *value = opcode == STORE_GLOBAL ? top[-1] : NULL;
+    case DO_WRITE_GLOBAL:
+    case DO_DELETE_GLOBAL: {
+        PyObject *value = does == DO_WRITE_GLOBAL ? top[-1] : NULL;
         if (is_users && add_outside(frame->f_globals) < 0) {
             return -1;
         }
-        return note_write(GLOBAL, frame->f_globals, PyTuple_GET_ITEM(code->co_names, oparg), value);
+        return note_write(GLOBAL, frame->f_globals, PyTuple_GET_ITEM(code->co_names, arg), value);
     }
-    case STORE_NAME: {
+    case DO_WRITE_NAME: {
         if (frame->f_locals != frame->f_globals) {
             return 0;
         }
-        return note_write(GLOBAL, frame->f_globals, PyTuple_GET_ITEM(code->co_names, oparg), top[-1]);
+        return note_write(GLOBAL, frame->f_globals, PyTuple_GET_ITEM(code->co_names, arg), top[-1]);
     }
-    case LOAD_DEREF:
-    case LOAD_CLASSDEREF: {
-        PyObject *cell = frame->localsplus[oparg];
+    case DO_READ_CELL: {
+        PyObject *cell = frame->localsplus[arg];
         return cell != NULL && find_outside(cell) != NULL ? read_place(level, CELL, cell, NULL) : 0;
     }
-    case STORE_DEREF:
-    case DELETE_DEREF: {
-        PyObject *cell = frame->localsplus[oparg];
-        return cell == NULL ? 0 : note_write(CELL, cell, NULL, opcode == STORE_DEREF ? top[-1] : NULL);
+    case DO_WRITE_CELL:
+    case DO_DELETE_CELL: {
+        PyObject *cell = frame->localsplus[arg];
+        return cell == NULL ? 0 : note_write(CELL, cell, NULL, does == DO_WRITE_CELL ? top[-1] : NULL);
     }
-    case LOAD_ATTR:
-        return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, oparg), ATTRIBUTE);
-    case LOAD_METHOD:
-        return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, oparg), METHOD);
-    case STORE_ATTR:
-        return note_write(ATTRIBUTE, top[-1], PyTuple_GET_ITEM(code->co_names, oparg), top[-2]);
-    case DELETE_ATTR:
-        return note_write(ATTRIBUTE, top[-1], PyTuple_GET_ITEM(code->co_names, oparg), NULL);
-    case BINARY_SUBSCR:
+    case DO_READ_ATTRIBUTE:
+        return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, arg), ATTRIBUTE);
+    case DO_READ_METHOD:
+        return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, arg), METHOD);
+    case DO_WRITE_ATTRIBUTE:
+        return note_write(ATTRIBUTE, top[-1], PyTuple_GET_ITEM(code->co_names, arg), top[-2]);
+    case DO_DELETE_ATTRIBUTE:
+        return note_write(ATTRIBUTE, top[-1], PyTuple_GET_ITEM(code->co_names, arg), NULL);
+    case DO_READ_ITEM:
         return read_item(level, &top[-2], &top[-1]);
-    case STORE_SUBSCR:
-    case DELETE_SUBSCR: {
+    case DO_WRITE_ITEM:
+    case DO_DELETE_ITEM: {
         PyObject *owner = top[-2];
         if (PyObject_TypeCheck(owner, state.tensor)) {
             return 0;
@@ -938,19 +955,35 @@ static int on_instruction(Level *level, PyFrameObject *object)
         if (pin(&top[-1]) < 0) {
             return -1;
         }
-        PyObject *value = opcode == STORE_SUBSCR ? top[-3] : NULL;
+        PyObject *value = does == DO_WRITE_ITEM ? top[-3] : NULL;
         if ((PyDict_Check(owner) || PyList_Check(owner)) && !PySlice_Check(top[-1])) {
             return note_write(ITEM, owner, top[-1], value);
         }
-        if (opcode == STORE_SUBSCR && pin(&top[-3]) < 0) {
+        if (does == DO_WRITE_ITEM && pin(&top[-3]) < 0) {
             return -1;
         }
         return note_whole(owner);
     }
-    case BINARY_OP:
-    case COMPARE_OP:
+    case DO_READ_SLICE:
+    case DO_WRITE_SLICE: {
+        PyObject *owner = top[-3];
+        if (pin(&top[-2]) < 0 || pin(&top[-1]) < 0) {
+            return -1;
+        }
+        if (PyObject_TypeCheck(owner, state.tensor)) {
+            return 0; /* an op */
+        }
+        if (does == DO_WRITE_SLICE && pin(&top[-4]) < 0) {
+            return -1;
+        }
+        return note_whole(owner);
+    }
+    case DO_COMPARE_TRUTH:
+        level->keeps = 1; /* what `__lt__` returns is asked for its truth */
         return on_binary(&top[-2], &top[-1]);
-    case CONTAINS_OP:
+    case DO_BINARY:
+        return on_binary(&top[-2], &top[-1]);
+    case DO_CONTAINS:
         level->keeps = 1;
         if (look_at(&top[-2]) < 0) {
             return -1;
@@ -959,23 +992,17 @@ static int on_instruction(Level *level, PyFrameObject *object)
             return find_outside(top[-1]) == NULL ? 0 : tell_void("contains", Py_BuildValue("(OO)", top[-1], top[-2]));
         }
         return look_at(&top[-1]);
-    case IS_OP:
+    case DO_IS:
         if (PyObject_TypeCheck(top[-2], state.tensor) && PyObject_TypeCheck(top[-1], state.tensor)) {
             return tell_void("identity", PyTuple_New(0));
         }
         return 0;
-    case UNARY_NOT:
-    case JUMP_IF_FALSE_OR_POP:
-    case JUMP_IF_TRUE_OR_POP:
-    case POP_JUMP_FORWARD_IF_FALSE:
-    case POP_JUMP_FORWARD_IF_TRUE:
-    case POP_JUMP_BACKWARD_IF_FALSE:
-    case POP_JUMP_BACKWARD_IF_TRUE:
+    case DO_TRUTH:
         return on_truth(level, &top[-1]);
-    case UNPACK_SEQUENCE: {
+    case DO_UNPACK: {
         PyObject *owner = top[-1];
         if (find_outside(owner) == NULL || !(PyTuple_Check(owner) || PyList_Check(owner)) ||
-            PySequence_Fast_GET_SIZE(owner) != oparg) {
+            PySequence_Fast_GET_SIZE(owner) != arg) {
             if (PyIter_Check(owner) && take_from(owner) < 0) {
                 return -1;
             }
@@ -987,62 +1014,54 @@ static int on_instruction(Level *level, PyFrameObject *object)
         expect_value(level, UNPACKED, owner, NULL, FOLLOW | OUTSIDE);
         return 0;
     }
-    case UNARY_INVERT:
-    case GET_LEN:
-    case MATCH_MAPPING:
-    case MATCH_SEQUENCE:
-    case FORMAT_VALUE:
-    case UNPACK_EX:
-    case LIST_EXTEND:
-    case SET_UPDATE:
-    case DICT_MERGE:
-    case DICT_UPDATE:
-    case LIST_TO_TUPLE:
-        /* FORMAT_VALUE may have its specification on top. */
-        if (opcode == FORMAT_VALUE && (oparg & 4) && look_at(&top[-2]) < 0) {
+    case DO_LOOK_AT:
+        for (int i = arg; i > 0; i--) {
+            if (look_at(&top[-i]) < 0) {
+                return -1;
+            }
+        }
+        return 0;
+    case DO_UNPACK_REST:
+        if (PyIter_Check(top[-1]) && take_from(top[-1]) < 0) {
             return -1;
         }
-        if (opcode == UNPACK_EX && PyIter_Check(top[-1]) && take_from(top[-1]) < 0) {
-            return -1;
-        }
-        if (opcode == GET_LEN || opcode == MATCH_MAPPING || opcode == MATCH_SEQUENCE) {
-            return look_over(&top[-1]);
-        }
-        return opcode == FORMAT_VALUE ? look_at(&top[-1]) : look_into(&top[-1]);
-    case GET_ITER:
-    case GET_YIELD_FROM_ITER:
+        return look_into(&top[-1]);
+    case DO_LOOK_INTO:
+        return look_into(&top[-1]);
+    case DO_LOOK_OVER:
+        return look_over(&top[-1]);
+    case DO_ITERATE:
         if (PyIter_Check(top[-1])) {
-            return 0; /* FOR_ITER follows */
+            return 0; /* what is taken from it is told one by one */
         }
         return PyDict_Check(top[-1]) ? look_over(&top[-1]) : look_into(&top[-1]);
-    case FOR_ITER:
-    case SEND:
-        return take_from(opcode == SEND ? top[-2] : top[-1]);
-    case MATCH_KEYS:
+    case DO_TAKE:
+        return take_from(top[-arg]);
+    case DO_MATCH_KEYS:
         return look_at(&top[-2]);
-    case MATCH_CLASS: {
+    case DO_MATCH_CLASS: {
         PyObject *subject = top[-3], *names = top[-1];
         if (find_outside(subject) != NULL && PyTuple_Check(names)) {
-            return tell_void("matched", Py_BuildValue("(OOi)", subject, names, oparg));
+            return tell_void("matched", Py_BuildValue("(OOi)", subject, names, arg));
         }
         return 0;
     }
-    case BUILD_SLICE:
-        for (int i = 1; i <= oparg; i++) {
+    case DO_BUILD_SLICE:
+        for (int i = 1; i <= arg; i++) {
             if (pin(&top[-i]) < 0) {
                 return -1;
             }
         }
         return 0;
-    case BEFORE_WITH:
+    case DO_ENTER:
         if (find_outside(top[-1]) != NULL) {
             return tell_void("call_of", Py_BuildValue("(O)", top[-1]));
         }
         return 0;
-    case IMPORT_NAME:
-    case IMPORT_FROM: {
-        PyObject *name = PyTuple_GET_ITEM(code->co_names, oparg);
-        if (opcode == IMPORT_FROM) {
+    case DO_IMPORT:
+    case DO_IMPORT_FROM: {
+        PyObject *name = PyTuple_GET_ITEM(code->co_names, arg);
+        if (does == DO_IMPORT_FROM) {
             return find_outside(top[-1]) != NULL ? read_place(level, ATTRIBUTE, top[-1], name) : 0;
         }
         if (is_users) {
@@ -1051,18 +1070,20 @@ static int on_instruction(Level *level, PyFrameObject *object)
         }
         return 0;
     }
-    case MAKE_FUNCTION:
+    case DO_MAKE_FUNCTION:
         expect_value(level, MADE, NULL, NULL, 0);
         return 0;
-    case CALL: {
-        int is_method = top[-(oparg + 2)] != NULL;
-        Py_ssize_t num_args = oparg + is_method;
-        return on_call(level, &top[-(num_args + 1)], &top[-num_args], num_args);
+    case DO_CALL_KEYWORDS:
+        top--; /* their names */
+    /* fall through */
+    case DO_CALL: {
+        PyObject **args = arguments_of(top, arg);
+        return on_call(level, callable_of(top, arg), args, top - args);
     }
-    case CALL_FUNCTION_EX: {
-        PyObject **keywords = (oparg & 1) ? &top[-1] : NULL;
-        PyObject **positional = &top[(oparg & 1) ? -2 : -1];
-        return on_call_ex(level, positional - 1, positional, keywords);
+    case DO_CALL_EXPANDED: {
+        PyObject **keywords = arg ? &top[-1] : NULL;
+        PyObject **positional = &top[arg ? -2 : -1];
+        return on_call_ex(level, positional - EXPANDED_CALLABLE_BELOW, positional, keywords);
     }
     default:
         return 0;
@@ -1071,18 +1092,77 @@ static int on_instruction(Level *level, PyFrameObject *object)
 
 /* ---- events ------------------------------------------------------------------------------------------- */
 
-static int on_frame(PyFrameObject *object)
+/* The operations of a code object. Its own instructions, also where the interpreter has put others in their place. */
+static Decoded *decode(PyCodeObject *code)
 {
-    _PyInterpreterFrame *frame = object->f_frame;
-    Row *row = table_find(&state.codes, frame->f_code, NULL, 0);
-    int kind = row != NULL ? (int)row->flags : -1;
-    if (row == NULL) {
-        kind = tell_int("code_kind", Py_BuildValue("(OO)", frame->f_code, frame->f_globals));
-        if (kind < 0 || PyList_Append(state.held, (PyObject *)frame->f_code) < 0 ||
-            table_add(&state.codes, frame->f_code, NULL, 0, (unsigned)kind) == NULL) {
+    PyObject *bytes = PyCode_GetCode(code);
+    if (bytes == NULL) {
+        return NULL;
+    }
+    const unsigned char *units = (const unsigned char *)PyBytes_AS_STRING(bytes);
+    Py_ssize_t size = PyBytes_GET_SIZE(bytes) / 2;
+    Decoded *decoded = PyMem_RawCalloc(1, sizeof(Decoded) + size * sizeof(Operation));
+    if (decoded == NULL) {
+        Py_DECREF(bytes);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    decoded->size = size;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        Py_ssize_t prefix = i;
+        int oparg = units[2 * i + 1];
+        while (units[2 * i] == EXTENDED_ARG && i + 1 < size) {
+            decoded->operations[i++] = (Operation){DO_NOTHING, 1, -1, 0};
+            oparg = oparg << 8 | units[2 * i + 1];
+        }
+        decoded->operations[i] = (Operation){DO_NOTHING, 1, -1, 0};
+        decoded->operations[EVENT_AT_PREFIX ? prefix : i] = operation_of(units[2 * i], oparg);
+    }
+    int done = find_depths(decoded, code, units);
+    Py_DECREF(bytes);
+    if (done < 0) {
+        PyMem_RawFree(decoded);
+        return NULL;
+    }
+    return decoded;
+}
+
+/* The number of a code object, or -1. */
+static Py_ssize_t number_of(PyCodeObject *code, PyObject *globals)
+{
+    Row *row = table_find(&state.code_numbers, code, NULL, 0);
+    if (row != NULL) {
+        return (Py_ssize_t)row->flags;
+    }
+    int kind = tell_int("code_kind", Py_BuildValue("(OO)", code, globals));
+    if (kind < 0 || PyList_Append(state.held, (PyObject *)code) < 0) {
+        return -1;
+    }
+    if (state.num_codes == state.max_codes) {
+        size_t size = state.max_codes ? state.max_codes * 2 : 256;
+        Code *codes = PyMem_RawRealloc(state.codes, size * sizeof(Code));
+        if (codes == NULL) {
+            PyErr_NoMemory();
             return -1;
         }
+        state.codes = codes;
+        state.max_codes = size;
     }
+    if (table_add(&state.code_numbers, code, NULL, 0, (unsigned)state.num_codes) == NULL) {
+        return -1;
+    }
+    state.codes[state.num_codes] = (Code){(PyObject *)code, kind, NULL};
+    return (Py_ssize_t)state.num_codes++;
+}
+
+/* A frame is entered or resumed. Returns 1 if its instructions are looked at, otherwise 0, or -1. */
+static int on_frame(_PyInterpreterFrame *frame)
+{
+    Py_ssize_t number = number_of(code_of(frame), frame->f_globals);
+    if (number < 0) {
+        return -1;
+    }
+    int kind = state.codes[number].kind;
     if (state.num_levels == state.max_levels) {
         size_t size = state.max_levels ? state.max_levels * 2 : 256;
         Level *levels = PyMem_RawRealloc(state.levels, size * sizeof(Level));
@@ -1097,12 +1177,27 @@ static int on_frame(PyFrameObject *object)
     if (is_covered && kind != USERS) {
         kind = COVER;
     }
-    state.levels[state.num_levels++] = (Level){frame, kind, NOTHING, NULL, NULL, 0, 0};
+    state.levels[state.num_levels++] = (Level){
+        .frame = frame,
+        .code = (size_t)number,
+        .code_kind = kind,
+        .pending = NOTHING,
+        .distance = 1,
+    };
     state.num_ops += kind == OPS;
-    object->f_trace_lines = 0;
-    object->f_trace_opcodes = kind == USERS || kind == FOREIGN;
-    if (kind == USERS && table_find(&state.made, frame->f_func, NULL, 0) == NULL) {
-        PyObject *function = (PyObject *)frame->f_func;
+    int is_looked_at = kind == USERS || kind == FOREIGN;
+    if (is_looked_at && state.codes[number].decoded == NULL) {
+        Decoded *decoded = decode(code_of(frame));
+        if (decoded == NULL) {
+            return -1;
+        }
+        state.codes[number].decoded = decoded;
+        if (want_instructions(code_of(frame)) < 0) {
+            return -1;
+        }
+    }
+    PyObject *function = function_of(frame);
+    if (kind == USERS && table_find(&state.made, function, NULL, 0) == NULL) {
         Row *known = find_outside(function);
         if (known == NULL || !(known->flags & ENTERED)) {
             /* Told before it is marked: the sink adds the function if the call did not make it. */
@@ -1115,14 +1210,14 @@ static int on_frame(PyFrameObject *object)
             }
         }
     }
-    return 0;
+    return is_looked_at;
 }
 
-static void on_leave(PyFrameObject *object)
+static void on_leave(_PyInterpreterFrame *frame)
 {
     /* The frames above it, if any, were left without an event. */
     for (size_t i = state.num_levels; i > 0; i--) {
-        if (state.levels[i - 1].frame == object->f_frame) {
+        if (state.levels[i - 1].frame == frame) {
             while (state.num_levels >= i) {
                 Level *level = &state.levels[--state.num_levels];
                 state.num_ops -= level->code_kind == OPS;
@@ -1133,60 +1228,61 @@ static void on_leave(PyFrameObject *object)
     }
 }
 
-static int on_event(PyObject *unused, PyFrameObject *object, int what, PyObject *arg)
+static void on_raise(_PyInterpreterFrame *frame)
 {
-    (void)unused;
-    (void)arg;
-    if (state.sink == NULL || state.failure != NULL) {
+    if (state.num_levels && state.levels[state.num_levels - 1].frame == frame) {
+        forget_pending(&state.levels[state.num_levels - 1]);
+    }
+}
+
+/* The unit of code with this number is about to run. */
+static int on_unit(_PyInterpreterFrame *frame, Py_ssize_t unit)
+{
+    Level *level = state.num_levels ? &state.levels[state.num_levels - 1] : NULL;
+    if (level == NULL || level->frame != frame || (level->code_kind != USERS && level->code_kind != FOREIGN)) {
         return 0;
     }
-    /* An exception may be on its way: events of its unwinding must not lose it. */
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    int done = 0;
-    if (what == PyTrace_CALL) {
-        done = on_frame(object);
+    const Decoded *decoded = state.codes[level->code].decoded;
+    if (unit < 0 || unit >= decoded->size) {
+        PyErr_Format(PyExc_RuntimeError, "%R has no unit %zd", code_of(frame), unit);
+        return -1;
     }
-    else if (what == PyTrace_RETURN) {
-        on_leave(object);
-    }
-    else if (what == PyTrace_EXCEPTION) {
-        if (state.num_levels && state.levels[state.num_levels - 1].frame == object->f_frame) {
-            forget_pending(&state.levels[state.num_levels - 1]);
-        }
-    }
-    else if (what == PyTrace_OPCODE && state.num_levels) {
-        Level *level = &state.levels[state.num_levels - 1];
-        if (level->frame == object->f_frame && (level->code_kind == USERS || level->code_kind == FOREIGN)) {
-            done = on_instruction(level, object);
-        }
-    }
+    return on_operation(level, &decoded->operations[unit]);
+}
+
+static int is_looking(void) { return state.sink != NULL && state.failure == NULL; }
+
+/* Keep an error of ours, or of the sink's: it is none of the code that is being looked at. */
+static void finish_event(int done)
+{
     if (done < 0) {
-        PyObject *ignored;
-        PyErr_Fetch(&ignored, &state.failure, &traceback);
-        PyErr_NormalizeException(&ignored, &state.failure, &traceback);
+        PyObject *type, *traceback;
+        PyErr_Fetch(&type, &state.failure, &traceback);
+        PyErr_NormalizeException(&type, &state.failure, &traceback);
         if (traceback != NULL && state.failure != NULL) {
             PyException_SetTraceback(state.failure, traceback);
         }
-        Py_XDECREF(ignored);
+        Py_XDECREF(traceback);
+        Py_XDECREF(type);
     }
-    PyErr_Restore(type, value, traceback);
-    return 0;
 }
 
 /* ---- the module --------------------------------------------------------------------------------------- */
 
 static void finish(void)
 {
-    PyEval_SetTrace(NULL, NULL);
+    end_events();
     while (state.num_levels) {
         forget_pending(&state.levels[--state.num_levels]);
+    }
+    while (state.num_codes) {
+        PyMem_RawFree(state.codes[--state.num_codes].decoded);
     }
     table_clear(&state.outside);
     table_clear(&state.reads);
     table_clear(&state.writes);
     table_clear(&state.made);
-    table_clear(&state.codes);
+    table_clear(&state.code_numbers);
     table_clear(&state.callables);
     Py_CLEAR(state.sink);
     Py_CLEAR(state.traced_float);
@@ -1231,11 +1327,13 @@ static PyObject *call(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_RuntimeError, "no call is being witnessed");
         return NULL;
     }
-    PyEval_SetTrace(on_event, NULL);
+    if (begin_events() < 0) {
+        return NULL;
+    }
     PyObject *result = PyObject_Call(function, positional, keywords);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyEval_SetTrace(NULL, NULL);
+    end_events();
     while (state.num_levels) {
         forget_pending(&state.levels[--state.num_levels]);
     }
@@ -1273,17 +1371,35 @@ static PyObject *is_outside(PyObject *module, PyObject *value)
     return PyBool_FromLong(find_outside(value) != NULL);
 }
 
-#define SUPPORTED 1
+static PyObject *check_code(PyObject *module, PyObject *code)
+{
+    (void)module;
+    if (!PyCode_Check(code)) {
+        PyErr_SetString(PyExc_TypeError, "expected a code object");
+        return NULL;
+    }
+    Decoded *decoded = decode((PyCodeObject *)code);
+    if (decoded == NULL) {
+        return NULL;
+    }
+    int deepest = 0;
+    for (Py_ssize_t i = 0; i < decoded->size; i++) {
+        deepest = decoded->operations[i].depth > deepest ? decoded->operations[i].depth : deepest;
+    }
+    PyMem_RawFree(decoded);
+    return PyLong_FromLong(deepest);
+}
+
 static PyMethodDef functions[] = {
     {"begin", begin, METH_VARARGS, "Witness calls of this thread, told to a sink."},
     {"call", call, METH_VARARGS, "Call a function with a tuple and a dict of arguments, and look on."},
     {"end", end, METH_NOARGS, "End it. Returns an exception of the sink's, or None."},
     {"add", add, METH_O, "Count an object as outside. Returns whether it is new."},
+    {"check_code", check_code, METH_O, "The greatest depth of a code's value stack that was found, before an instruction."},
     {"is_outside", is_outside, METH_O, "Whether an object is known to be outside."},
     {NULL, NULL, 0, NULL},
 };
 #else
-#define SUPPORTED 0
 static PyMethodDef functions[] = {{NULL, NULL, 0, NULL}};
 #endif
 
@@ -1292,7 +1408,8 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_witness", NULL,
 PyMODINIT_FUNC PyInit__witness(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddIntConstant(module, "supported", SUPPORTED) < 0) {
+    if (module != NULL && (PyModule_AddIntConstant(module, "supported", SUPPORTED) < 0 ||
+                           PyModule_AddStringConstant(module, "versions", VERSIONS) < 0)) {
         Py_CLEAR(module);
     }
     return module;
