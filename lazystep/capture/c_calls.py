@@ -92,7 +92,9 @@ _GETITEM = {dict.get, dict.setdefault, dict.__getitem__}
 
 def _impure() -> set[Any]:
     found: set[Any] = {open, io.open, input, gc.get_objects, gc.get_referrers, gc.get_count, sys._getframe}
-    found |= {sys.getrefcount, _thread.start_new_thread, datetime.datetime.now, datetime.datetime.utcnow}
+    found |= {sys.getrefcount, datetime.datetime.now, datetime.datetime.utcnow}
+    # From Python 3.13 on, `threading` starts its threads by another function.
+    found |= {f for name, f in vars(_thread).items() if name.startswith("start_")}
     found |= {
         datetime.datetime.today,
         datetime.date.today,

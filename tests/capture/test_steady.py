@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -89,7 +90,9 @@ def check_against_plain(change: Any, optimizer: Any = torch.optim.AdamW, **optio
 def test_steady_replay_looks_at_dicts_and_not_at_their_items() -> None:
     replay = Trainer().warm()
     num_rows = len(replay.guards._rows)
-    assert 0 < replay.guards.num_looked_at < num_rows / 2
+    # From Python 3.13 on, most values lie in their objects, and no version tells of changes.
+    share = 0.5 if sys.version_info < (3, 13) else 0.6
+    assert 0 < replay.guards.num_looked_at < num_rows * share
 
 
 def test_changed_rate_is_all_that_is_looked_up() -> None:
