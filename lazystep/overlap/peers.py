@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import OverlapError, UnsupportedError
+from ..process_groups import timeout_of
 
 
 class Peers:
@@ -100,13 +100,4 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     variant derives the name from the number of groups that a rank is in, and hangs if ranks differ in that.
     """
     store = PrefixStore(f"lazystep.overlap/{group.group_name}/", group.get_group_store())
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=_timeout(group))
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The time-out of a group; torch's default if the backend does not expose it."""
-    try:
-        found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):
-        found = dist.constants.default_pg_timeout
-    return found
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout_of(group))
