@@ -1,5 +1,7 @@
-"""Two ranks train a model with torch's DDP on the CPU and on the lazy device. The results are equal bit for
-bit.
+"""Two ranks train a model with torch's DDP on the CPU and on the lazy device.
+
+The results are equal bit for bit on the reference executable (LAZYSTEP_TIER=reference). A longer run, or one
+that finds the step's library on disk, is native: equal up to rounding.
 
     torchrun --nproc-per-node 2 examples/ddp_lazy.py [--quick] [--steps 60] [--timeline timeline.json]
 

@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.2
 _CLOSE_SECONDS = 5.0
 # Failures of the machine or its tools, about which the user can do something, so they are noticed. Other
 # reasons are properties of the program; `debug.explain` shows them.
-_UNEXPECTED = ("compiler", "crash", "timeout", "system", "internal")
+_UNEXPECTED = ("compiler", "crash", "timeout", "system", "internal", "order")
 
 
 class BuildError(Exception):
@@ -308,6 +308,9 @@ class Builder:
                 "wrapper_lines": answer["wrapper_lines"],
                 "program": str(request.program),
             }
+            if "collectives" in answer:
+                # Each launch and wait of its code, and how many kernels run before it.
+                manifest["collectives"] = answer["collectives"]
             if request.plan is not None:
                 manifest["family"] = answer["family"]
             library = cache.publish(key, directory, manifest)

@@ -12,6 +12,7 @@ The changes are made in this process only, which does nothing but build:
   knows, and `aot_export_module` would make the same graph once more, node by node.
 - The library has no code that checks its inputs. It would run only if an environment variable is set, takes
   three quarters of the wrapper's lines, and `execute/native.py` checks every argument.
+- A graph with collectives keeps the order of the program: see `collectives`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.scheduler import Scheduler
 
+from .collectives import communicates, is_between, register_lowerings, write_early
+
 _fusable_weak_dep = Scheduler.fusable_weak_dep
+_can_fuse = Scheduler.can_fuse
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -41,7 +45,14 @@ def compile_graph(
 ) -> None:
     """Compile a graph from `lower` to the library that the options name. Takes up to a minute."""
     _change_torch()
-    torch._inductor.aot_compile(graph, tuple(inputs), options=dict(options))
+    options = dict(options)
+    if communicates(graph):
+        options |= {
+            "reorder_for_locality": False,
+            "reorder_for_peak_memory": False,
+            "post_grad_custom_post_pass": write_early,
+        }
+    torch._inductor.aot_compile(graph, tuple(inputs), options=options)
 
 
 def _change_torch() -> None:
@@ -49,10 +60,16 @@ def _change_torch() -> None:
     from torch._inductor import compile_fx
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
+    register_lowerings()
+    Scheduler.can_fuse = _can_fuse_in_order  # type: ignore[method-assign, assignment]
     Scheduler.fusable_weak_dep = _fusable_in_place  # type: ignore[method-assign, assignment]
     compile_fx.aot_export_module = _as_it_is  # type: ignore[attr-defined, assignment]
     compile_fx._unlift_graph = lambda mod, gm, graph_signature: gm
     CppWrapperCpu.generate_input_output_runtime_checks = _write_no_checks  # type: ignore[method-assign]
+
+
+def _can_fuse_in_order(scheduler: Scheduler, node1: Any, node2: Any, *args: Any, **kwargs: Any) -> bool:
+    return not is_between(scheduler, node1, node2) and _can_fuse(scheduler, node1, node2, *args, **kwargs)
 
 
 def _fusable_in_place(scheduler: Scheduler, weak_dep: Any, node1: Any, node2: Any) -> bool:

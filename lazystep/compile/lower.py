@@ -15,9 +15,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..program.collectives import is_effect, is_launch, operand_of, sequence_of
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve_op
 from ..program.signature import Signature
 from ..program.types import TensorType
+from .collectives import drop_copies
 from .fused import FUSED
 from .grad_scaling import GRAD_SCALING
 from .inductor import decompositions
@@ -78,6 +80,7 @@ def trace(
             _allow_non_fake_inputs=True,
         )(*inputs)
     _drop_aliases(graph)
+    drop_copies(graph)
     write_in_place(graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -117,6 +120,10 @@ class _Interpreter:
             if slots:
                 vector = self._vectors[kind] = rest.pop(0)
                 self._scalars |= {slot: FreeScalar(vector, n, kind) for n, slot in enumerate(slots)}
+        self._sequence = iter(sequence_of(program))
+        self._order: torch.Tensor | None = None  # written by each launch and wait: see `collectives`
+        # By the number of a launch: its result and its operand, until the wait.
+        self._launched: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def run(self) -> list[torch.Tensor]:
         """Run every instruction, and return the tensors that the signature returns."""
@@ -144,7 +151,26 @@ class _Interpreter:
         for tensor, value in zip(written, new, strict=True):
             tensor.copy_(value)
 
+    def _communicate(self, instruction: Instruction) -> None:
+        number, _, what = next(self._sequence)
+        if self._order is None:
+            self._order = torch.zeros(1, dtype=torch.int64)
+        target = self._tensors[instruction.args[0].value]
+        if is_launch(instruction):
+            value = operand_of(instruction)
+            operand = None if value == instruction.args[0].value else self._tensors[value]
+            launched = torch.ops.lazystep.launched.default(self._order, target, operand, what)
+            self._order, result = launched
+            self._launched[number] = result, operand
+        else:
+            result, operand = self._launched.pop(number)
+            self._order, result = torch.ops.lazystep.waited.default(self._order, result, operand, what)
+            target.copy_(result)
+
     def _run_instruction(self, instruction: Instruction) -> None:
+        if is_effect(instruction):
+            self._communicate(instruction)
+            return
         args = [self._fill(arg) for arg in instruction.args]
         kwargs = {name: self._fill(arg) for name, arg in instruction.kwargs}
         if instruction.rebinds:

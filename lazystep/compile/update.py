@@ -7,18 +7,23 @@ kernel interprets them (`execute/update.h`).
 
 An instruction belongs to an update if it is elementwise arithmetic in float32 or float64 over tensors of one
 layout, and writes memory that exists before the step, or makes a temporary that only such instructions read.
-An update is closed where another instruction reads or overwrites its memory. A step may have several updates.
-Small updates are left to Inductor, which fuses them with their surroundings.
+An update is closed where another instruction reads or overwrites its memory, and at each launch of a
+collective and each wait: so a data-parallel step has one update per bucket, behind the bucket's wait. Small
+updates are left to Inductor, which fuses them with their surroundings.
+
+A gradient may be a part of a larger memory, its bucket, which an update reads and never writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..program.collectives import is_effect
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef
 from ..program.signature import Signature
 from ..program.types import TensorType
@@ -38,6 +43,9 @@ _PAIRS = frozenset({"add", "sub", "mul", "div", "maximum", "minimum"})
 MIN_OPERATIONS = 16
 # Limits of the kernel.
 _MAX_TENSORS, _MAX_TEMPORARIES = 48, 16
+
+
+Place = int | tuple[int, TensorType]
 
 
 class Operation(NamedTuple):
@@ -67,6 +75,12 @@ def find_updates(program: Program, signature: Signature) -> list[Update]:
         for position, instruction in enumerate(program.instructions)
         if (found := _operations(program, whole, instruction))
     }
+    # A lane does not know that a part changes with the whole.
+    made = {program.values[o.result].storage for found in operations.values() for o in found}
+    for position, found in list(operations.items()):
+        places = [_place(program, value) for operation in found for value in operation.operands]
+        if any(isinstance(place, tuple) and place[0] in made for place in places):
+            del operations[position]
     while True:
         chosen = _choose(program, operations)
         updates = _group(program, operations, chosen)
@@ -122,7 +136,7 @@ def _group(program: Program, operations: Mapping[int, Sequence[Operation]], chos
         touched = {storage(value) for value in instruction.reads()}
         if position not in chosen:
             written = {storage(value) for value in instruction.writes}
-            if touched & writes or written & (reads | writes):
+            if touched & writes or written & (reads | writes) or is_effect(instruction):
                 close(position)
             continue
         numbers = {storage(o.number.value) for o in operations[position] if type(o.number) is Ref}
@@ -184,7 +198,9 @@ def _operations(program: Program, whole: set[int], instruction: Instruction) -> 
         if operation.name == "add" and all(is_made):
             # Parts of a gradient are summed where they are made: an update would keep all parts to the end.
             return []
-        if any(not _is_plain(program, value, whole) for value in values):
+        if not _is_plain(program, operation.result, whole):
+            return []
+        if any(not _is_plain(program, v, whole) and not _is_part(program, v) for v in operation.operands):
             return []
         if len({_layout(program.values[value].type) for value in values}) != 1:
             return []
@@ -304,6 +320,27 @@ def _is_plain(program: Program, value: int, whole: set[int]) -> bool:
     return size == type_.extent and (storage in whole or not program.storages[storage].is_input)
 
 
+def _is_part(program: Program, value: int) -> bool:
+    """Whether a value is a dense part of a memory that the step makes: a gradient in its bucket."""
+    type_, storage = program.values[value]
+    if program.storages[storage].is_input or type_.dtype not in (torch.float32, torch.float64):
+        return False
+    if type_.layout is not torch.strided or type_.conj or type_.neg:
+        return False
+    if any(type(number) is not int for number in (*type_.shape, *type_.stride, type_.offset)):
+        return False  # a size that varies in a family
+    size = type_.dtype.itemsize * math.prod(type_.shape)
+    return size == type_.extent - type_.offset * type_.dtype.itemsize
+
+
+def _place(program: Program, value: int) -> Place:
+    """What a lane knows a value by: its storage, or the part of a storage that it is."""
+    type_, storage = program.values[value]
+    if type_.offset or type_.extent != program.storages[storage].nbytes:
+        return storage, type_
+    return storage
+
+
 # -- the code of an update --------------------------------------------------------------------------
 
 
@@ -318,30 +355,30 @@ class Lanes(NamedTuple):
 def lanes_of(program: Program, update: Update, signature: Signature, fixed: Mapping[int, Any]) -> Lanes:
     """The operations of an update, sorted into lanes. See execute/update.h for the code."""
     lanes = _split(program, update.operations)
-    written: dict[int, int] = {}  # storage to value
-    read: dict[int, int] = {}
+    written: dict[Place, int] = {}  # place to value
+    read: dict[Place, int] = {}
     for lane in lanes:
-        made: set[int] = set()
+        made: set[Place] = set()
         for operation in lane:
             for value in operation.operands:
-                storage = program.values[value].storage
-                if storage not in made:
-                    read.setdefault(storage, value)
-            made.add(program.values[operation.result].storage)
+                place = _place(program, value)
+                if place not in made:
+                    read.setdefault(place, value)
+            made.add(_place(program, operation.result))
             if program.storages[program.values[operation.result].storage].is_input:
                 written.setdefault(program.values[operation.result].storage, operation.result)
             if type(operation.number) is Ref:
                 number = operation.number.value
-                read.setdefault(program.values[number].storage, number)
-    for storage in written:
-        read.pop(storage, None)
-    index_of = {storage: index for index, storage in enumerate((*written, *read))}
+                read.setdefault(_place(program, number), number)
+    for place in written:
+        read.pop(place, None)
+    index_of = {place: index for index, place in enumerate((*written, *read))}
     kinds: dict[str, int] = {}
     texts = []
     for lane in lanes:
         kind, tensors, numbers = _encode(program, lane)
         number_texts = [_number(program, n, signature, fixed, index_of) for n in numbers]
-        indices = [str(index_of[storage]) for storage in tensors]
+        indices = [str(index_of[place]) for place in tensors]
         texts.append(" ".join([str(kinds.setdefault(kind, len(kinds))), *indices, *number_texts]))
     code = "\n".join([str(len(kinds)), *kinds, str(len(texts)), *texts])
     return Lanes(tuple(written.values()), tuple(read.values()), code)
@@ -349,22 +386,22 @@ def lanes_of(program: Program, update: Update, signature: Signature, fixed: Mapp
 
 def _split(program: Program, operations: Sequence[Operation]) -> list[list[Operation]]:
     """The operations by lane: those that share memory, directly or through others."""
-    root: dict[int, int] = {}
+    root: dict[Place, Place] = {}
 
-    def find(storage: int) -> int:
-        root.setdefault(storage, storage)
-        while root[storage] != storage:
-            root[storage] = root[root[storage]]
-            storage = root[storage]
-        return storage
+    def find(place: Place) -> Place:
+        root.setdefault(place, place)
+        while root[place] != place:
+            root[place] = root[root[place]]
+            place = root[place]
+        return place
 
     for operation in operations:
-        first = find(program.values[operation.result].storage)
+        first = find(_place(program, operation.result))
         for value in operation.operands:
-            root[find(program.values[value].storage)] = first
-    lanes: dict[int, list[Operation]] = {}
+            root[find(_place(program, value))] = first
+    lanes: dict[Place, list[Operation]] = {}
     for operation in operations:
-        lanes.setdefault(find(program.values[operation.result].storage), []).append(operation)
+        lanes.setdefault(find(_place(program, operation.result)), []).append(operation)
     return list(lanes.values())
 
 
@@ -379,15 +416,15 @@ def _fits_kernel(program: Program, update: Update) -> bool:
     return True
 
 
-def _slots(program: Program, lane: Sequence[Operation]) -> tuple[dict[int, int], int]:
-    """The tensors of a lane, numbered, by storage; and how many temporaries it has."""
-    tensors: dict[int, int] = {}
-    temporaries: set[int] = set()
+def _slots(program: Program, lane: Sequence[Operation]) -> tuple[dict[Place, int], int]:
+    """The tensors of a lane, numbered, by place; and how many temporaries it has."""
+    tensors: dict[Place, int] = {}
+    temporaries: set[Place] = set()
     for operation in lane:
         for value in operation.operands:
-            storage = program.values[value].storage
-            if storage not in temporaries:
-                tensors.setdefault(storage, len(tensors))
+            place = _place(program, value)
+            if place not in temporaries:
+                tensors.setdefault(place, len(tensors))
         storage = program.values[operation.result].storage
         if program.storages[storage].is_input:
             tensors.setdefault(storage, len(tensors))
@@ -396,23 +433,23 @@ def _slots(program: Program, lane: Sequence[Operation]) -> tuple[dict[int, int],
     return tensors, len(temporaries)
 
 
-def _encode(program: Program, lane: Sequence[Operation]) -> tuple[str, list[int], list[Arg]]:
-    """The kind of a lane as text, its tensors by storage, and its numbers."""
+def _encode(program: Program, lane: Sequence[Operation]) -> tuple[str, list[Place], list[Arg]]:
+    """The kind of a lane as text, its tensors by place, and its numbers."""
     tensors, num_temporaries = _slots(program, lane)
-    place = dict(tensors)  # where a storage's elements are now: in its tensor, or in a temporary
+    slots = dict(tensors)  # where a place's elements are now: in its tensor, or in a temporary
     temporaries: dict[int, int] = {}
     numbers: list[Arg] = []
     steps = []
     for operation in lane:
-        operands = [place[program.values[value].storage] for value in operation.operands]
+        operands = [slots[_place(program, value)] for value in operation.operands]
         storage = program.values[operation.result].storage
         if program.storages[storage].is_input:
-            result = place[storage]
+            result = slots[storage]
         else:
             # Also for a tensor from outside, such as a gradient that is clipped: only this update reads the
             # new value.
             temporary = temporaries.setdefault(storage, len(temporaries))
-            result = place[storage] = len(tensors) + temporary
+            result = slots[storage] = len(tensors) + temporary
         number = 0
         if operation.number is not None:
             number = len(numbers)
@@ -425,11 +462,15 @@ def _encode(program: Program, lane: Sequence[Operation]) -> tuple[str, list[int]
 
 
 def _number(
-    program: Program, number: Arg, signature: Signature, fixed: Mapping[int, Any], index_of: Mapping[int, int]
+    program: Program,
+    number: Arg,
+    signature: Signature,
+    fixed: Mapping[int, Any],
+    index_of: Mapping[Place, int],
 ) -> str:
     """The source of a number: 0 and 1 are the vectors of free scalars, 2 is a tensor, 3 a literal."""
     if type(number) is Ref:
-        return f"2 {index_of[program.values[number.value].storage]}"
+        return f"2 {index_of[_place(program, number.value)]}"
     if type(number) is ScalarRef:
         if number.slot in signature.floats:
             return f"0 {signature.floats.index(number.slot)}"

@@ -57,8 +57,10 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from ..family.plan import Region, fit_from_data
+    from ..program.collectives import launches_of
     from ..program.serialize import from_json
     from ..program.signature import signature_of
+    from .collectives import check_library
     from .inductor import compile_graph
     from .lower import lower
     from .scalars import fixed_slots
@@ -87,6 +89,8 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
         "nodes": num_nodes,
         "wrapper_lines": sum(_num_lines(path) for path in directory.glob("*.wrapper.cpp")),
     }
+    if launches_of(program):
+        answer["collectives"] = check_library(program, directory, directory / PROXY_NODES)
     if family is not None:
         # Only now: the compiler adds guards, too.
         region = Region(fit, tuple(guards_of(lowered, family["members"])))
@@ -126,12 +130,15 @@ def _proxy_ops(directory: Path) -> list[str]:
 
 def _kind_of(error: BaseException) -> str:
     """`lowering`: this program can't be built; `family`: these programs can't share a library;
-    `compiler`: the tools failed; `system`: the machine failed.
+    `order`: its collectives came out in another order; `compiler`: the tools failed; `system`: the machine
+    failed.
     """
     if type(error).__name__ == "LoweringError":
         return "lowering"
     if type(error).__name__ == "NoFamilyError":
         return "family"
+    if type(error).__name__ == "OrderError":
+        return "order"
     if isinstance(error, (OSError, MemoryError)) or "No space left" in str(error):
         return "system"
     return "compiler"

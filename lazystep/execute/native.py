@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from ..program.collectives import launches_of
 from ..program.program import Program
 from ..program.signature import Argument, Signature, Where
 from ..program.types import type_of
+from .communicate import in_flight
 from .executable import InstructionError
 from .library import Call
 from .reference import relayout
@@ -62,10 +64,18 @@ class NativeExecutable:
         try:
             returned = self._call(flat)
         except RuntimeError as error:
+            if in_flight.failure is not None:
+                number, cause = in_flight.failure
+                position = self.program.instructions.index(launches_of(self.program)[number])
+                raise InstructionError(position, all_started=True) from cause.with_traceback(None)
             position = _failed_position(self.program, str(error))
             raise InstructionError(position, all_started=True) from error.with_traceback(None)
         del flat
         return self._outputs(arguments, addresses, returned)
+
+    def check_fit(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raise `UnfitError` if the library was not built for these inputs. Runs nothing."""
+        self._arguments(inputs)
 
     def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], set[int]]:
         """The checked arguments for the library, and the addresses of their memory."""

@@ -3,21 +3,28 @@
 Both update the step's own state, one after the other. The library is first. Then its results are set aside,
 the state from before the step is put back, and the reference computes the results that count. So a check
 needs no second state in memory: see `kept.py` for where the copies are.
+
+A step with collectives runs on all ranks once, so a check must not communicate twice, nor send what an
+unchecked library has computed. There the reference is first. The library gets the results of its collectives
+from a tape, and what it would have sent is compared with what the reference has sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from .. import metrics
+from ..execute.communicate import Tape, in_flight, sends_own
 from ..execute.compare import Results, describe, differences, distance, perturb_
 from ..execute.executable import InstructionError
 from ..execute.native import NativeExecutable, UnfitError
 from ..execute.reference import ReferenceExecutable
+from ..program.collectives import launches_of, operand_of
 from ..program.program import Number, Program
 from .kept import KeptMemory
 
@@ -64,8 +71,10 @@ class _Check:
     ) -> None:
         self.reference = reference
         self.program: Program = reference.program
+        self.launches = launches_of(self.program)
         self.inputs = inputs
         self.scalars = scalars
+        self.tape = Tape()  # of the reference, if the step communicates
         written = self.program.storage_writes()
         # A tensor of each storage that the step writes, by the number of the storage.
         self.state: dict[int, torch.Tensor] = {}
@@ -75,15 +84,18 @@ class _Check:
                 self.state.setdefault(number, tensor)
 
     def num_bytes(self) -> int:
-        """The size of all copies: the state twice, and the library's other results."""
+        """The size of all copies: the state twice, or three times, and the library's other results."""
         state = sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
         numbers = {self.program.values[value].storage for value in self.program.outputs}
         made = (self.program.storages[n] for n in numbers)
-        return 2 * state + sum(storage.nbytes for storage in made if not storage.is_input)
+        num_states = 3 if self.launches else 2
+        return num_states * state + sum(storage.nbytes for storage in made if not storage.is_input)
 
     def run(self, native: NativeExecutable, inputs: list[torch.Tensor], kept: KeptMemory) -> Checked:
         for number, tensor in self.state.items():
             kept.keep(("before", number), tensor.untyped_storage())
+        if self.launches:
+            return self._run_reference_first(native, inputs, kept)
         try:
             actual = self._set_aside(native.run(list(self.inputs), self.scalars), kept)
         except UnfitError:
@@ -95,13 +107,47 @@ class _Check:
             return Checked(self.reference.run(inputs, self.scalars), failure=reason)
         self._put_back(kept)
         outputs = self.reference.run(inputs, self.scalars)
-        expected = self._results(outputs)
+        return self._compare(outputs, self._results(outputs), actual, kept)
 
+    def _run_reference_first(
+        self, native: NativeExecutable, inputs: list[torch.Tensor], kept: KeptMemory
+    ) -> Checked:
+        native.check_fit(inputs)
+        with in_flight.taping() as self.tape:
+            outputs = self.reference.run(inputs, self.scalars)
+        for number, tensor in self.state.items():
+            kept.keep(("reference", number), tensor.untyped_storage())
+        self._put_back(kept)
+        failure = ""
+        try:
+            with in_flight.taping(self.tape) as replayed:
+                results = self._set_aside(native.run(list(self.inputs), self.scalars), kept)
+        except Exception as error:
+            failure = str(error.__cause__ or error).partition("\n")[0]
+        for number, tensor in self.state.items():
+            kept.restore(("reference", number), tensor.untyped_storage())
+        if failure:
+            return Checked(outputs, failure=failure)
+        expected = [*self._results(outputs), *self._sent(self.tape)]
+        return self._compare(outputs, expected, itertools.chain(results, self._sent(replayed)), kept)
+
+    def _compare(
+        self,
+        outputs: list[torch.Tensor],
+        expected: Results,
+        actual: Iterable[tuple[int, torch.Tensor]],
+        kept: KeptMemory,
+    ) -> Checked:
         def moves(numbers: Sequence[int]) -> list[float]:
             return self._moves(numbers, expected, kept)
 
         found = differences(self.program, expected, actual, moves)
         return Checked(outputs, mismatch=describe(self.program, found) if found else "")
+
+    def _sent(self, tape: Tape) -> Results:
+        """What a run has sent to other ranks, by value."""
+        pairs = zip(self.launches, tape.sent, strict=True)
+        return [(operand_of(launch), tensor) for launch, tensor in pairs if sends_own(launch)]
 
     def _put_back(self, kept: KeptMemory) -> None:
         for number, tensor in self.state.items():
@@ -155,12 +201,15 @@ class _Check:
                 changed.append((number, storage))
                 perturb_(_row(before, tensor.dtype), generator)
                 storage.copy_(before)
-            results = self._results(self.reference.run(list(moved), self.scalars))
+            with in_flight.taping(self.tape) as replayed:
+                results = self._results(self.reference.run(list(moved), self.scalars))
+            num_results = len(results)
+            results = [*results, *self._sent(replayed)]
             found = []
             for n in numbers:
                 value, tensor = expected[n]
                 number = self.program.values[value].storage
-                if number in self.state:
+                if number in self.state and n < num_results:
                     tensor = _Geometry.of(tensor).view_of(kept.load(("before", number)))
                 found.append(distance(tensor, results[n][1]))
             return found

@@ -32,7 +32,7 @@ from ..execute.reference import ReferenceExecutable
 from ..execute.thread_choice import ThreadChoice
 from ..notices import notice
 from ..openmp import sleeping_barriers
-from ..program.collectives import launches_of
+from ..program.collectives import is_effect, launches_of
 from ..program.program import Number, Program
 from ..program.signature import NotCallableError, Signature, signature_of
 from .agreement import Communication
@@ -90,7 +90,8 @@ class TieredExecutable:
         self.written_storages = tuple(program.storage_writes())
         self.number = 0
         self.tier = "reference"
-        self.runs_anywhere = not _first_foreign_op(program)
+        # Collectives know their thread: each waits in the order of the queue.
+        self.runs_anywhere = not _first_foreign_op(program) and not launches_of(program)
         self.num_runs = 0
         self.num_native_runs = 0
         self.specializations: dict[tuple[object, ...], Specialization] = {}
@@ -160,10 +161,6 @@ class TieredExecutable:
 
     def _sign(self) -> Signature | None:
         if self._refusal:
-            return None
-        if self._communication is not None:
-            self._refusal = "a program with collectives has no library yet"
-            _count_refusal("collectives")
             return None
         unknown = _first_foreign_op(self.program)
         if unknown:
@@ -357,7 +354,7 @@ class Specialization:
             if library is not None:
                 self._take(self._load(library))
                 return
-            if settings.families:
+            if settings.families and not launches_of(self._program):
                 self._member = self._tiers.families.join(
                     self._program, self._signature, self._fixed, self._num_threads
                 )
@@ -499,6 +496,6 @@ def _count_refusal(kind: str) -> None:
 def _first_foreign_op(program: Program) -> str:
     """The first op that is not torch's own, if there is one."""
     for instruction in program.instructions:
-        if instruction.op.partition(".")[0] not in ("aten", "prims"):
+        if instruction.op.partition(".")[0] not in ("aten", "prims") and not is_effect(instruction):
             return instruction.op
     return ""

@@ -135,7 +135,15 @@ class Trained:
     num_replayed: int = 0
 
 
-def train(world: World, case: Case, optimizer: str, device: str, captured: bool = False) -> Trained:
+def train(
+    world: World,
+    case: Case,
+    optimizer: str,
+    device: str,
+    captured: bool = False,
+    num_steps: int = NUM_STEPS,
+    before_step: Callable[[int], None] = lambda number: None,
+) -> Trained:
     """Run a loop, and return all losses, parameters, buffers, gradients and optimizer state."""
     torch.manual_seed(world.rank)  # other parameters on each rank: DDP takes rank 0's
     model = case.model().to(device)
@@ -162,7 +170,8 @@ def train(world: World, case: Case, optimizer: str, device: str, captured: bool 
 
     run: Any = lazystep.step(audit_every=0)(step) if captured else step
     losses = []
-    for number, batches in enumerate(_batches(world, case)):
+    for number, batches in enumerate(_batches(world, case, num_steps)):
+        before_step(number)
         if case.branches:
             model.takes_left = (number + world.rank) % 2 == 0  # type: ignore[assignment]
         if case.zero_outside:
@@ -187,9 +196,9 @@ def train(world: World, case: Case, optimizer: str, device: str, captured: bool 
     return Trained([t.detach().cpu() for t in found], explained, run.num_replayed if captured else 0)
 
 
-def _batches(world: World, case: Case) -> Iterator[list[Tensor]]:
+def _batches(world: World, case: Case, num_steps: int) -> Iterator[list[Tensor]]:
     data = torch.Generator().manual_seed(100 + world.rank)
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         yield [torch.randn(4, 6, generator=data) for _ in range(case.accumulate)]
 
 

@@ -1,0 +1,299 @@
+"""Data-parallel steps as native libraries: the same sequence of collectives, the same numbers up to rounding.
+
+All tests train the same small model, so one of them builds its library and the others find it on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lazystep
+from lazystep import config
+from lazystep.execute import communicate
+from lazystep.execute.communicate import Tape, in_flight
+from lazystep.execute.native import NativeExecutable
+from tests.builds import cache
+from tests.helpers import nightly
+from tests.pool import Pool, World, raised_by
+
+from .cases import CASES, OPTIMIZERS, train
+from .test_faults import TIMEOUT
+from .test_steps import make, step
+
+# The first step of a model is a program of its own, which each test runs once: it is not worth a build.
+BUILD_AFTER = 8
+# Then the build is waited for. The next step is checked, and the steps behind it are counted.
+WAIT_AT = 10
+STEADY_AT = 12
+COUNTERS = (
+    "programs_executed",
+    "native_executions",
+    "native_checks",
+    "native_mismatches",
+    "reference_executions",
+    "builds_started",
+    "collectives_launched",
+    "program_agreements",
+    "synchronizations",
+    "cache_misses",
+)
+
+
+def counters() -> dict[str, int]:
+    return {name: int(lazystep.metrics.counter_value(name)) for name in COUNTERS}
+
+
+@contextmanager
+def native_from_the_start(world: World, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """A model and its optimizer whose steps have a library, which has been built before if need be."""
+    with config.override(tier="auto", build_after=BUILD_AFTER, **settings):
+        ddp, optimizer = make(world)
+        for number in range(STEADY_AT):
+            if number == WAIT_AT:
+                lazystep.wait_device_ops()
+                assert lazystep.wait_for_compile(270)
+            step(ddp, optimizer)
+        lazystep.wait_device_ops()
+        lazystep.metrics.reset()
+        yield ddp, optimizer
+        lazystep.wait_device_ops()
+
+
+# -- numbers and counts -----------------------------------------------------------------------------------
+
+
+def train_natively(
+    world: World, optimizer: str, captured: bool, num_steps: int, tiers: list[str], name: str = "plain"
+) -> dict[str, Any]:
+    """Train until the library is there, then as long natively; against torch's DDP on the CPU."""
+    expected = train(world, CASES[name], optimizer, "cpu", num_steps=num_steps)
+    counted: dict[str, int] = {}
+
+    def before_step(number: int) -> None:
+        if number == WAIT_AT:
+            lazystep.wait_device_ops()
+            assert lazystep.wait_for_compile(270)
+        if number == STEADY_AT:
+            lazystep.wait_device_ops()
+            counted.update(counters())
+
+    lazystep.metrics.reset()
+    with config.override(tier=tiers[world.rank], build_after=BUILD_AFTER):
+        actual = train(world, CASES[name], optimizer, "lazy", captured, num_steps, before_step)
+        lazystep.wait_device_ops()
+    distances = [
+        ((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-30)).item()
+        for a, b in zip(expected.values, actual.values, strict=True)
+    ]
+    after = counters()
+    steady = {name: after[name] - counted[name] for name in COUNTERS}
+    return {"distance": max(distances), "all": after, "steady": steady, "replayed": actual.num_replayed}
+
+
+def test_a_native_step_is_one_execution_and_one_rank_builds_it(lazy_pool: Pool) -> None:
+    num_steps = STEADY_AT + 4
+    found = lazy_pool.run(train_natively, "AdamW, fused", False, num_steps, ["auto"] * 2, timeout=280)
+    assert sum(rank["all"]["builds_started"] for rank in found) == 1, "the other one has picked it up"
+    assert sum(rank["all"]["native_checks"] for rank in found) >= 1
+    for rank in found:
+        assert 0 < rank["distance"] < 1e-4
+        assert rank["all"]["native_mismatches"] == 0
+        # Two buckets in each step; in the first one a broadcast and one bucket. The check sends nothing.
+        assert rank["all"]["collectives_launched"] == 2 * num_steps
+        steady = rank["steady"]
+        assert steady["programs_executed"] == steady["native_executions"] == 4
+        assert steady["collectives_launched"] == 2 * 4
+        assert steady["reference_executions"] == steady["program_agreements"] == 0
+        assert steady["cache_misses"] == 0
+
+
+def test_the_generated_code_overlaps(lazy_pool: Pool) -> None:
+    lazy_pool.run(run_natively, timeout=280)
+    (called,) = (
+        entry.manifest["collectives"] for entry in cache().entries() if "collectives" in entry.manifest
+    )
+    texts, num_kernels = zip(*called, strict=True)
+    assert [text.split()[:2] for text in texts] == [
+        ["0", "all_reduce_"], ["1", "all_reduce_"], ["0", "wait_"], ["1", "wait_"],
+    ]  # fmt: skip
+    assert num_kernels[1] >= 3, "backward computes while the first bucket is on its way"
+    assert num_kernels[3] >= 1, "the first bucket is updated before the last one is waited for"
+
+
+def run_natively(world: World) -> dict[str, int]:
+    with native_from_the_start(world) as (ddp, optimizer):
+        for _ in range(4):
+            step(ddp, optimizer)
+    return counters()
+
+
+def test_a_captured_step_finds_the_same_library(lazy_pool: Pool) -> None:
+    found = lazy_pool.run(train_natively, "AdamW, fused", True, STEADY_AT + 4, ["auto"] * 2, timeout=280)
+    for rank in found:
+        assert rank["all"]["builds_started"] <= 1
+        assert rank["distance"] < 1e-4
+        assert rank["replayed"] >= 6
+        assert rank["steady"]["native_executions"] == 4
+
+
+def test_a_native_rank_and_one_on_the_reference_work_together(lazy_pool: Pool) -> None:
+    tiers = ["auto", "reference"]
+    found = lazy_pool.run(train_natively, "AdamW, fused", False, STEADY_AT + 4, tiers, timeout=280)
+    assert [rank["steady"]["native_executions"] for rank in found] == [4, 0]
+    for rank in found:
+        assert rank["distance"] < 1e-4
+        assert rank["all"]["collectives_launched"] == 2 * (STEADY_AT + 4)
+        assert rank["steady"]["program_agreements"] == 0
+
+
+@pytest.mark.parametrize("captured", nightly([False, True]))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_200_native_steps_equal_torchs_ddp_up_to_rounding(
+    lazy_pool: Pool, optimizer: str, captured: bool
+) -> None:
+    for rank in lazy_pool.run(train_natively, optimizer, captured, 200, ["auto"] * 2, timeout=280):
+        assert rank["distance"] < 1e-2
+        assert rank["steady"]["native_executions"] == 200 - STEADY_AT
+
+
+@pytest.mark.parametrize("name", nightly([name for name, case in CASES.items() if not case.not_replayed]))
+def test_every_case_natively(lazy_pool: Pool, name: str) -> None:
+    args = ("AdamW, foreach", False, STEADY_AT + 4, ["auto"] * 2, name)
+    for rank in lazy_pool.run(train_natively, *args, timeout=280):
+        assert rank["distance"] < (2e-2 if "fp16" in name else 1e-3)
+        assert rank["all"]["native_mismatches"] == 0
+        assert rank["steady"]["native_executions"] >= 4
+
+
+# -- events -----------------------------------------------------------------------------------------------
+
+
+def watch_events(world: World) -> list[dict[str, Any]]:
+    """At each launch and wait of a native step: what is under way, and which inputs have been written."""
+    events: list[dict[str, Any]] = []
+    inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def note(what: str) -> None:
+        written = [list(now.shape) for now, before in inputs if not torch.equal(now, before)]
+        events.append({"what": what, "pending": in_flight.num_pending, "written": written})
+
+    run, launch, wait = NativeExecutable.run, communicate.InFlight.launch, communicate.InFlight.wait
+
+    def noting_run(self: Any, tensors: list[torch.Tensor], scalars: Any) -> Any:
+        inputs[:] = [(tensor, tensor.clone()) for tensor in tensors]
+        return run(self, tensors, scalars)
+
+    def noting_launch(self: Any, *args: Any) -> Any:
+        note("launch")
+        return launch(self, *args)
+
+    def noting_wait(self: Any, target: torch.Tensor) -> Any:
+        note("wait")
+        return wait(self, target)
+
+    with native_from_the_start(world) as (ddp, optimizer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeExecutable, "run", noting_run)
+        patch.setattr(communicate.InFlight, "launch", noting_launch)
+        patch.setattr(communicate.InFlight, "wait", noting_wait)
+        step(ddp, optimizer)
+        lazystep.wait_device_ops()
+    return events
+
+
+def test_a_native_bucket_is_updated_before_the_last_one_has_arrived(lazy_pool: Pool) -> None:
+    for events in lazy_pool.run(watch_events, timeout=280):
+        assert [event["what"] for event in events] == ["launch", "launch", "wait", "wait"]
+        assert [event["pending"] for event in events] == [0, 1, 2, 1]
+        *_, at_first_wait, at_last_wait = events
+        last_layer, first_layer = [6, 32], [32, 6]
+        assert last_layer not in at_first_wait["written"]
+        assert last_layer in at_last_wait["written"]
+        assert first_layer not in at_last_wait["written"], "its bucket is still on its way"
+
+
+# -- checks -----------------------------------------------------------------------------------------------
+
+
+def check_each_run(world: World, spoil: bool) -> dict[str, Any]:
+    """Compare each native run with the reference. If `spoil`, rank 0's library would send something else."""
+    launch, run = Tape.launch, NativeExecutable.run
+    is_native: list[bool] = []
+
+    def noting_run(self: Any, *args: Any) -> Any:
+        is_native.append(True)
+        try:
+            return run(self, *args)
+        finally:
+            is_native.clear()
+
+    def spoiled(self: Tape, target: torch.Tensor, operand: torch.Tensor) -> None:
+        launch(self, target, operand + 1 if is_native and spoil and world.rank == 0 else operand)
+
+    with native_from_the_start(world, check_native="1") as (ddp, optimizer), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazystep.LazyStepWarning)  # a library that disagrees
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tape, "launch", spoiled)
+            patch.setattr(NativeExecutable, "run", noting_run)
+            for _ in range(3):
+                step(ddp, optimizer)
+                lazystep.wait_device_ops()
+        found: dict[str, Any] = counters()
+        found["parameters"] = [parameter.detach().cpu() for parameter in ddp.parameters()]
+    return found
+
+
+def test_a_check_sends_nothing(lazy_pool: Pool) -> None:
+    for rank in lazy_pool.run(check_each_run, False, timeout=280):
+        assert rank["native_checks"] == 3
+        assert rank["native_mismatches"] == 0
+        assert rank["collectives_launched"] == 6
+
+
+def test_a_library_that_would_send_something_else_is_not_used(lazy_pool: Pool) -> None:
+    first, second = lazy_pool.run(check_each_run, True, timeout=280)
+    assert first["native_mismatches"] == first["native_checks"] == 1
+    assert first["reference_executions"] == 2
+    assert second["native_checks"] == 3
+    assert first["collectives_launched"] == second["collectives_launched"] == 6
+    for mine, other in zip(first["parameters"], second["parameters"], strict=True):
+        assert torch.equal(mine, other)
+
+
+# -- failures ---------------------------------------------------------------------------------------------
+
+
+def end(world: World) -> dict[str, Any]:
+    with native_from_the_start(world) as (ddp, optimizer):
+        step(ddp, optimizer)
+        lazystep.wait_device_ops()
+        assert counters()["native_executions"] == 1
+        dist.barrier(group=world.group)
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raised = raised_by(lambda: (step(ddp, optimizer), lazystep.wait_device_ops()))
+        read = raised_by(lambda: next(iter(ddp.parameters())).cpu())
+        again = raised_by(lambda: (step(ddp, optimizer), lazystep.wait_device_ops()))
+    return {"raised": raised, "read": read, "again": again}
+
+
+def test_a_native_step_names_the_collective_when_a_rank_ends() -> None:
+    pool = Pool(3, collective_timeout=TIMEOUT)  # as many as in `lazy_pool`: the group has the same name
+    try:
+        pool.start(end)
+        [survivor] = pool.gather([0], timeout=280)
+    finally:
+        pool.close()
+    assert survivor["raised"].startswith("StepError: step 14 (native) failed in lazystep.all_reduce_")
+    assert "all_reduce of" in survivor["raised"]
+    assert "failed on rank 0: " in survivor["raised"]
+    assert "StepError" in survivor["read"], "an update may have begun"
+    assert "StepError" in survivor["again"]
