@@ -52,6 +52,7 @@ class Communication:
             yield
         except InstructionError as error:
             self._explain(error)
+            self._break(error)
             raise
         finally:
             in_flight.forget()
@@ -66,6 +67,22 @@ class Communication:
                 _announce(group, launches)
                 _compare(group, launches)
                 group.agreed = collectives
+
+    def _break(self, error: InstructionError) -> None:
+        """Refuse further collectives if the other ranks are still waiting for some of this step.
+
+        The next step's would meet them instead, and give wrong numbers.
+        """
+        num_launches = sum(len(launches) for launches in self._launches.values())
+        if in_flight.num_launched == num_launches and not in_flight.num_pending:
+            return
+        for name in self._launches:
+            group = find_group(name)
+            if not group.failure:
+                group.failure = (
+                    f"A step failed on rank {group.rank} between its collectives, which the other ranks wait "
+                    f"for: {type(error.__cause__).__name__}: {error.__cause__}"
+                )
 
     def _explain(self, error: InstructionError) -> None:
         """Add to a failed collective that another rank has gone on to another program, if one has."""

@@ -81,3 +81,29 @@ def test_the_others_raise_when_a_rank_ends_or_hangs(how: int) -> None:
     assert "over the 2 ranks of 'lazystep:0' failed on rank 0" in survivor["raised"]
     assert "StepError" in survivor["again"]
     assert pool.processes[0].exitcode is not None, "its process has ended"
+
+
+def fail_between_collectives(world: World) -> list[str]:
+    """Rank 0 can't compute what the second collective of the step would send."""
+    index = torch.tensor([0, 9 * (1 - world.rank)])
+
+    def reduce() -> None:
+        first = torch.ones(2).to("lazy")
+        dist.all_reduce(first, group=world.group)
+        second = torch.ones(4).to("lazy").index_select(0, index.to("lazy"))
+        dist.all_reduce(second, group=world.group)
+        lazystep.mark_step(wait=True)
+
+    return [raised_by(reduce), raised_by(reduce)]
+
+
+def test_no_collective_of_a_later_step_meets_one_that_another_rank_waits_for() -> None:
+    pool = Pool(2, collective_timeout=TIMEOUT)
+    try:
+        (failed, again), (waited, _) = pool.run(fail_between_collectives, timeout=240)
+    finally:
+        pool.close()
+    assert "failed in aten.index_select.default" in failed
+    assert "the process group is broken. A step failed on rank 0 between its collectives" in again
+    assert waited.startswith("StepError: step ")
+    assert "all_reduce of 2" in waited
