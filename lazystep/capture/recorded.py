@@ -36,6 +36,7 @@ from ..tiers.program_cache import Variant
 from ._places import is_same
 from .arguments import Structure, put_together
 from .guards import Guards, ambient
+from .lasting import LastingReads
 from .op_numbers import COUNT_TYPES, Count, OpNumbers
 from .places import Kind, Place, Places
 from .surroundings import Found, Surroundings, TensorFacts, are_same
@@ -87,8 +88,12 @@ class RecordedCall:
         context: DeviceContext,
         places: Places,
         is_witnessed: bool = True,
+        may_last: Callable[[Handle], bool] | None = None,
     ) -> None:
-        """`is_witnessed`: look at what the call reads and writes. Otherwise only its program is of use."""
+        """`is_witnessed`: look at what the call reads and writes. Otherwise only its program is of use.
+
+        `may_last`: whether the value of a tensor from outside may rest, if the call reads it. None: no value.
+        """
         self.reason = ""
         self.is_witnessed = is_witnessed
         self.leaves = leaves
@@ -121,6 +126,8 @@ class RecordedCall:
         self.disturbance = ""
         self._phase = _Phase.BEFORE
         self.draws: list[Draw] = []
+        self._may_last = may_last
+        self.lasting = LastingReads(self._is_lasting, lambda number: self.trace.find(number) is not None)
         self.added: list[Added] = []
         self.result: Any = None
         self._outside: list[Any] = []
@@ -259,6 +266,14 @@ class RecordedCall:
         """Don't capture this call: arguments have another address each time."""
         self._refuse(f"it asks for the address of a tensor at {user_line(2)}; do that outside")
 
+    def on_read(self, handle: Handle) -> torch.Tensor | None:
+        """Give the call a value that lasts, so that it need not end its program."""
+        return None if self._may_last is None else self.lasting.read(handle)
+
+    def _is_lasting(self, handle: Handle) -> bool:
+        is_drawn = any(draw.handle is handle for draw in self.draws) or handle in self.moved_counts
+        return not is_drawn and self._may_last is not None and self._may_last(handle)
+
     def on_closure(self, added: Added) -> None:
         """Keep an added closure, also one that its throttle skips this time."""
         self.added.append(added)
@@ -307,6 +322,9 @@ class RecordedCall:
                 "it draws random numbers with Python or NumPy; draw them on the lazy device, or pass them "
                 "as arguments"
             )
+        for value in self.lasting.found.values():
+            if _recorder.is_pending(value.handle):
+                self._refuse(f"it reads a value at {value.line}, and then changes it; read it after the call")
         if not self.reason:
             self._check_draws(streams)
         self.result_leaves, self.result_spec = pytree.tree_flatten(self.result, is_leaf=_is_size)
@@ -404,6 +422,8 @@ class RecordedCall:
             self.program.outputs[position] = None
         gc.collect()  # only a reference cycle may be holding the value
         for position, reference in lost:
+            if reference() is not None:
+                _wait_for_maker(reference)  # the queued step holds its outputs, too
             if reference() is None:
                 continue
             value = self.program.variant.outputs[position]
@@ -465,6 +485,15 @@ class RecordedCall:
     def drop_tensors(self) -> None:
         """Release the result, which no later call is compared with."""
         self.result = None
+
+
+def _wait_for_maker(reference: Callable[[], Handle | None]) -> None:
+    """Block until the step that makes a value has run or failed."""
+    handle = reference()
+    run = None if handle is None else handle.run
+    del handle
+    if run is not None:
+        run.wait()
 
 
 def _is_other(old: Found, new: Found, is_structure: bool) -> bool:

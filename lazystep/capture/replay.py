@@ -26,6 +26,7 @@ from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
 from ._places import is_same
 from .evaluation import Evaluation
+from .lasting import Lasting
 from .places import Kind, Place
 from .recipes import Context, NotReplayableError, Recipe, Recipes, UnsettledError
 from .recorded import Effect, RecordedCall, describe_change, sources_in
@@ -64,6 +65,7 @@ class Replay:
         self.guards = call.make_guards(followed)
         recipes.finish(self.guards.outputs)
         self._find_positions(places)
+        self.lasting = self._find_lasting(earlier, call)
         self._numbers = Evaluation(call, self._expressions, self.guards.outputs)
         self._slots = self._numbers.positions[: len(self._program.scalars)]
 
@@ -151,12 +153,52 @@ class Replay:
         )
         self._state = State(runtime.layout_of(self.variant), self._tensors, self._arguments)
 
+    def _find_lasting(self, earlier: RecordedCall, call: RecordedCall) -> list[tuple[bool, int, Lasting]]:
+        """The values that the call has read: whether each is of an argument, and which one or where it is."""
+        found = []
+        for handle, value in call.lasting.found.items():
+            old = earlier.lasting.found.get(handle)
+            argument = next((n for n, leaf in enumerate(call.leaves) if find_handle(leaf) == handle), None)
+            place = next(
+                (
+                    place
+                    for place in call.witness.reads
+                    if isinstance(facts := call.before[place].detail, TensorFacts) and facts.handle == handle
+                ),
+                None,
+            )
+            if argument is None and place is None:
+                assert call.program is not None
+                if handle not in call.program.inputs:
+                    raise NotReplayableError(
+                        f"the value read at {value.line} is of a tensor that is kept where lazystep can't "
+                        "see it; make it an argument of the step, or keep it in an attribute"
+                    )
+                continue  # a constant: both calls have made it with the same values
+            if old is None or old.run is not value.run or not value.is_current:
+                raise UnsettledError(f"the value read at {value.line} changes between calls")
+            if argument is not None:
+                found.append((True, argument, value))
+            elif place is not None:
+                found.append((False, self.guards.outputs[place], value))
+        return found
+
+    def values_last(self, leaves: Sequence[Any], values: Sequence[Any]) -> bool:
+        """Whether the tensors whose values the step has read still have them. See `LastingReads`."""
+        for is_argument, number, value in self.lasting:
+            tensor = leaves[number] if is_argument else values[number]
+            if find_handle(tensor) != value.handle or not value.is_current:
+                return False
+        return True
+
     def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
         """A copy of the tensor that both calls have made on the CPU with the same values."""
         assert call.program is not None
         before, now = earlier.constants.get(position), call.constants.get(position)
         user = self._program.user_of(self._program.inputs[position])
-        if self._program.inputs[position] not in {v for i in self._program.instructions for v in i.reads()}:
+        is_read = call.program.inputs[position] in call.lasting.found
+        used = {value for instruction in self._program.instructions for value in instruction.reads()}
+        if self._program.inputs[position] not in used and not is_read:
             raise NotReplayableError(
                 "an op takes a place in the memory of a slice, such as as_strided with an offset, or resizes "
                 "it, or looks at it as elements of another size; give the step a tensor of its own: x.clone()"

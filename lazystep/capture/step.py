@@ -18,6 +18,7 @@ from ..program.difference import first_difference
 from ..record import observer
 from ..record._recorder import take_arguments
 from ..record.handle import Handle
+from ..record.tensor import find_handle
 from ..runtime import runtime
 from ..step_closures import DeviceContext, get_device_context
 from ._places import is_same
@@ -59,6 +60,22 @@ class _Captures:
         self.num_unsettled = 0  # recordings in a row that could neither be captured nor refused
         self.num_refused = 0  # recordings in a row that were refused
         self.num_to_skip = 0  # calls that are recorded without a witness
+        self.reads_new_argument = False  # the last witnessed call, which the one before it did not have
+        self._last_arguments: list[Callable[[], Handle | None]] = []  # of the last witnessed call
+
+    def may_last(self, leaves: list[Any]) -> Callable[[Handle], bool]:
+        """Tells whether the value of a tensor may last: not that of an argument that is new in this call."""
+        arguments = {handle for leaf in leaves if (handle := find_handle(leaf)) is not None}
+        before = {handle for find in self._last_arguments if (handle := find()) is not None}
+        self._last_arguments = [handle.weakly() for handle in arguments]
+        self.reads_new_argument = False
+
+        def may_last(handle: Handle) -> bool:
+            is_new = handle in arguments and handle not in before
+            self.reads_new_argument |= is_new
+            return not is_new
+
+        return may_last
 
     def forget_calls(self) -> None:
         """Let go of everything that is known of earlier calls, but for the captures."""
@@ -149,7 +166,7 @@ class Step(Generic[P, R]):
         moved: MovedArguments | None = None
         for replay in captures.replays:
             values = replay.guards.hold()
-            if values is None:
+            if values is None or (replay.lasting and not replay.values_last(leaves, values)):
                 continue
             if self._is_audit_due(replay):
                 moved = MovedArguments(args, kwargs, leaves, structure)
@@ -193,7 +210,9 @@ class Step(Generic[P, R]):
         changed = captures.replays[0].guards.difference() if captures.replays else ""
         hindrance = obstacle()
         is_witnessed = not hindrance and not captures.num_to_skip
-        call = self._record_once(captures, leaves, structure, context, is_witnessed)
+        did_read_new_argument = captures.reads_new_argument
+        may_last = captures.may_last(leaves) if is_witnessed else None
+        call = self._record_once(captures, leaves, structure, context, is_witnessed, may_last)
         result: R = call.result
         call.drop_tensors()
         if hindrance:
@@ -206,8 +225,11 @@ class Step(Generic[P, R]):
             captures.recent.clear()
             # A first call may fill caches and create state. A side effect that also happens in the second
             # call happens in every call.
-            if captures.has_recorded:
+            is_new = captures.reads_new_argument and not did_read_new_argument  # it may come again
+            if captures.has_recorded and not is_new:
                 self._refuse(captures, call.reason)
+            else:
+                self._note(f"recorded, not captured yet: {call.reason}")
             captures.has_recorded = True
         else:
             captures.has_recorded = True
@@ -299,10 +321,13 @@ class Step(Generic[P, R]):
         structure: Structure,
         context: DeviceContext,
         is_witnessed: bool,
+        may_last: Callable[[Handle], bool] | None,
     ) -> RecordedCall:
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
-        call = RecordedCall(self._function, leaves, structure, context, captures.places, is_witnessed)
+        call = RecordedCall(
+            self._function, leaves, structure, context, captures.places, is_witnessed, may_last
+        )
         if call.program is not None:
             executable = call.program.variant.executable
             storages = [executable.program.values[value].storage for value in executable.program.inputs]
@@ -346,7 +371,8 @@ class Step(Generic[P, R]):
         """Record the call, which always gives the right result, and compare it with the replay."""
         predicted = replay.predict(leaves, values)
         start = time.perf_counter()
-        call = self._record_once(captures, leaves, structure, context, is_witnessed=False)
+        # Whatever it reads is right in this call; `values_last` has looked whether a replay may rest on it.
+        call = self._record_once(captures, leaves, structure, context, is_witnessed=False, may_last=_any)
         replay.plan_next_audit(time.perf_counter() - start, _EARLY_AUDITS, _AUDIT_SHARE, _MIN_INTERVAL)
         metrics.count("captures_audited")
         result: R = call.result
@@ -459,6 +485,10 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
         if not is_same(predicted[slot], actual[slot]):
             return f"a number is {actual[slot]!r}, a replay would have used {predicted[slot]!r}"
     return ""
+
+
+def _any(handle: Handle) -> bool:
+    return True
 
 
 def _without_numbers(text: str) -> str:

@@ -94,6 +94,11 @@ def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
         return torch.empty_strided(
             type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device
         )
+    watching = observer.current()
+    known = None if watching is None else watching.on_read(handle_of(source))
+    if known is not None:
+        with serial_dispatch():
+            return func(known, **kwargs)
     metrics.count_synchronization("to host", user_line())
     with recorder.reading([handle_of(source)]), serial_dispatch():
         return func(handle_of(source).tensor, **kwargs)

@@ -10,7 +10,8 @@ from .. import metrics
 from ..eager import eager_dispatch, serial_dispatch
 from ..errors import UnsupportedError
 from ..program.types import type_of
-from ..record.handle import Memory, adopt_host_tensor
+from ..record import observer
+from ..record.handle import HostWrite, Memory, adopt_host_tensor
 from ..record.recorder import Recorder
 from ..record.snapshot import preserve_snapshots
 from ..record.source import user_line
@@ -36,11 +37,17 @@ def run_on_host(
     lazy = list(_lazy_tensors([*args, *kwargs.values()]))
     # The schemas of collectives do not say that they write.
     writes = func._schema.is_mutable or func.namespace == "c10d"
+    if lazy and not writes and reason != "sparse tensor":
+        known = _known_values(lazy)
+        if known is not None:
+            return _run_on_known(func, args, kwargs, known)
     if lazy:
         metrics.count_synchronization(reason, user_line())
         if writes:
             recorder.barrier.synchronize_all()
             preserve_snapshots(handle_of(t).memory for t in lazy)
+            for tensor in lazy:
+                handle_of(tensor).memory.run = HostWrite()
     # Sparse kernels look at `requires_grad` to decide what to save for backward.
     needs_grad = reason == "sparse tensor" and not writes
     # By tensor identity: an alias per operand, since the op may change its metadata.
@@ -64,6 +71,35 @@ def run_on_host(
         real_args = [to_real(a) for a in args]
         out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
         return _Results(func, list(aliases.values()), writes).to_lazy(out)
+
+
+def _known_values(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
+    """Copies of the values, by the tensors' ids, if a captured step knows them without a barrier."""
+    watching = observer.current()
+    if watching is None:
+        return None
+    known = {}
+    for tensor in tensors:
+        value = watching.on_read(handle_of(tensor))
+        if value is None:
+            return None
+        known[id(tensor)] = value
+    return known
+
+
+def _run_on_known(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: dict[int, torch.Tensor]
+) -> Any:
+    def to_real(arg: Any) -> Any:
+        if is_lazy(arg):
+            return known[id(arg)]
+        if type(arg) is list or type(arg) is tuple:
+            return [to_real(a) for a in arg]
+        return CPU if type(arg) is torch.device and arg.type == "lazy" else arg
+
+    with eager_dispatch():
+        out = func(*map(to_real, args), **{k: to_real(v) for k, v in kwargs.items()})
+        return _Results(func, [], writes=False).to_lazy(out)
 
 
 def _lazy_tensors(args: Any) -> Any:

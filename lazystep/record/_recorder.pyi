@@ -148,6 +148,9 @@ def cut() -> Cut | None:
 def peek() -> KnownRecording:
     """The current recording as one that is known, without ending it. Needs `Recorder.lock`."""
 
+def peek_operands() -> tuple[Handles[Handle], list[Number]]:
+    """The inputs and the numbers of the current recording, so far. Needs `Recorder.lock`."""
+
 def guess_next(known: KnownRecording) -> None:
     """Tell which recording has just ended, so that the next one can be guessed."""
 

@@ -15,7 +15,7 @@ from ..errors import LazyStepError
 from ..program.types import type_of
 from ._recorder import Handle, Handles, Memory
 
-__all__ = ["Handle", "Handles", "Memory", "PendingRun", "adopt_host_tensor"]
+__all__ = ["Handle", "Handles", "HostWrite", "Memory", "PendingRun", "adopt_host_tensor"]
 
 
 class PendingRun(Protocol):
@@ -31,6 +31,16 @@ class PendingRun(Protocol):
     @property
     def error(self) -> LazyStepError | None:
         """Why the step failed, once it has run."""
+
+
+class HostWrite:
+    """In the place of a step: the host has written the memory, on the training thread. See `PendingRun`."""
+
+    is_finished = True
+    error = None
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 def adopt_host_tensor(tensor: torch.Tensor, memory: Memory | None = None) -> Handle:

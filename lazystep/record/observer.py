@@ -45,6 +45,9 @@ class StepObserver(Protocol):
     def on_address(self) -> None:
         """The address that stands for the memory of a tensor is asked for."""
 
+    def on_read(self, handle: Handle) -> torch.Tensor | None:
+        """The call needs a value now. Returns a copy of it if it can be had without a barrier."""
+
     def on_closure(self, added: Any) -> None:
         """A closure was added to the step."""
 

@@ -206,6 +206,11 @@ void define_recorder(py::module_& module) {
     return std::make_unique<Cut>(std::move(finished), std::move(known));
   });
   module.def("peek", [] { return recorder().peek(); });
+  module.def("peek_operands", [] {
+    auto [inputs, numbers] = recorder().peek_operands();
+    return std::make_pair(
+        std::make_shared<Handles>(Handles{std::move(inputs)}), Scalars{std::move(numbers)}.tolist());
+  });
   module.def("guess_next", [](const Ptr<KnownRecording>& known) { recorder().guess_next(known); });
 }
 

@@ -272,6 +272,11 @@ Ptr<KnownRecording> Recorder::peek() {
   return identify(copy);
 }
 
+std::pair<std::vector<Ptr<Handle>>, std::vector<Number>> Recorder::peek_operands() {
+  std::lock_guard lock(mutex);
+  return {current_.inputs, current_.numbers};
+}
+
 void Recorder::guess_next(const Ptr<KnownRecording>& known) {
   if (last_known_) last_known_->follower = c10::weak_intrusive_ptr<KnownRecording::Target>(Ptr<KnownRecording::Target>(known));
   last_known_ = known;

@@ -130,6 +130,7 @@ class Recorder {
   // The known recording with exactly these entries, a new one if there is none. Needs the GIL.
   Ptr<KnownRecording> identify(Recording& recording);
   Ptr<KnownRecording> peek();  // of the current recording; needs the GIL
+  std::pair<std::vector<Ptr<Handle>>, std::vector<Number>> peek_operands();  // its inputs and numbers
   // Tell which recording has ended, so that the next can be guessed. Needs the GIL.
   void guess_next(const Ptr<KnownRecording>& known);
 

@@ -1,0 +1,129 @@
+"""Values that a step reads in mid-call, and that no later call can find different.
+
+`nn.Transformer` looks at its mask to see whether it is causal; a model may ask a buffer whether something is
+switched on. A read would cut the step in two, and the value could be another one in the next call. But a
+value that is made from constants, and from tensors that nothing writes, lasts. So it is computed on the side,
+without a barrier, and the call goes on. A replay may rest on it as long as those tensors have the values that
+they had: the same handles, in memory that no step and no copy has written since.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+
+from .. import metrics
+from ..eager import eager_dispatch
+from ..execute.reference import ReferenceExecutable
+from ..program.collectives import is_effect
+from ..program.program import Number, Program
+from ..record import _recorder
+from ..record.assemble import assemble
+from ..record.handle import Handle, PendingRun
+from ..record.source import user_line
+from ..runtime import runtime
+
+# A value that takes more is not computed twice: its read is a barrier, as it is outside of a captured step.
+_MAX_INSTRUCTIONS = 256
+_MAX_BYTES = 1 << 24
+
+
+class Lasting(NamedTuple):
+    """Whose value a read rests on, which step wrote it last, and where the read was."""
+
+    handle: Handle
+    run: PendingRun | None
+    line: str
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing has written the memory since, as far as it was recorded before the last barrier."""
+        return self.handle.memory.run is self.run
+
+
+class LastingReads:
+    """The reads of one recorded call."""
+
+    def __init__(self, may_last: Callable[[Handle], bool], is_traced: Callable[[Number], bool]) -> None:
+        """`may_last`: whether a value from outside may rest. `is_traced`: whether a number may vary."""
+        self._may_last = may_last
+        self._is_traced = is_traced
+        self.found: dict[Handle, Lasting] = {}
+
+    def read(self, handle: Handle) -> torch.Tensor | None:
+        """A copy of the value; None if it does not last. Waits for the tensors that it is made from."""
+        if handle.type.layout is not torch.strided:
+            return None
+        program: Program | None = None
+        inputs: Collection[Handle] = (handle,)
+        numbers: list[Number] = []
+        with runtime.recorder.lock:
+            index = _recorder.index_in_current(handle)
+            if index >= 0:
+                known = _recorder.peek()
+                operands, numbers = _recorder.peek_operands()
+                inputs = list(operands)
+                program = _only(assemble(known.entries, known.sources, (index,)), index)
+                if program is None or any(self._is_traced(numbers[slot]) for slot in program.used_slots()):
+                    return None
+            needed = _needed(program, inputs)
+            if sum(one.memory.nbytes for one in needed) > _MAX_BYTES:
+                return None
+            for one in needed:
+                # Where a tensor begins in its memory is no part of a program: see [Note: offsets].
+                if _recorder.is_pending(one) or one.type.offset or not self._may_last(one):
+                    return None
+        with runtime.recorder.reading(needed), eager_dispatch():
+            value = _compute(program, inputs, needed, numbers, handle)
+            for one in needed:
+                one.pristine = False  # otherwise the host could fill it again unseen
+                self.found.setdefault(one, Lasting(one, one.memory.run, user_line(2)))
+        metrics.count("lasting_values_read")
+        return value
+
+
+def _only(program: Program, output: int) -> Program | None:
+    """The instructions that make one value; None if they do more than that, or are too many."""
+    values = program.values
+    needed, storages = {output}, {values[output].storage}
+    kept = []
+    for instruction in reversed(program.instructions):
+        writes = {values[value].storage for value in instruction.writes}
+        if not (writes & storages or any(value in needed for value in instruction.defines())):
+            continue
+        is_torchs = instruction.op.partition(".")[0] in ("aten", "prims")
+        if is_effect(instruction) or not is_torchs or any(program.storages[one].is_input for one in writes):
+            return None
+        kept.append(instruction)
+        for value in instruction.reads():
+            needed.add(value)
+            storages.add(values[value].storage)
+    if len(kept) > _MAX_INSTRUCTIONS:
+        return None
+    return dataclasses.replace(program, instructions=tuple(reversed(kept)))
+
+
+def _needed(program: Program | None, inputs: Collection[Handle]) -> list[Handle]:
+    if program is None:
+        return list(inputs)
+    used = {value for instruction in program.instructions for value in instruction.reads()}
+    return [handle for value, handle in zip(program.inputs, inputs, strict=True) if value in used]
+
+
+def _compute(
+    program: Program | None,
+    inputs: Collection[Handle],
+    needed: Collection[Handle],
+    numbers: list[Number],
+    handle: Handle,
+) -> torch.Tensor:
+    if program is None:
+        assert handle.tensor is not None
+        return handle.tensor.detach().clone()
+    # Inputs that no kept instruction reads may not have been computed; nothing looks at what stands for them.
+    nothing = torch.empty(0)
+    tensors = [nothing if h not in needed or h.tensor is None else h.tensor for h in inputs]
+    return ReferenceExecutable(program).run(tensors, numbers)[0].detach().clone()
