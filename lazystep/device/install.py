@@ -37,6 +37,7 @@ def _install(recorder: Recorder) -> None:
     patches.materialize_on_the_lazy_device()  # UninitializedParameter.__new__, .materialize
     patches.refuse_backward_from_stale_views()  # torch.autograd._engine_run_backward
     patches.take_fast_paths()  # attention layers, torch.norm, linear cross entropy
+    patches.prefer_lists_of_tensors()  # torch.optim's and clip_grad_norm_'s list of devices for foreach
     patches.allow_fused_optimizers()  # torch.optim's list of devices for fused=True
     grad_scaler.skip_updates_in_the_program()  # torch.amp.GradScaler.step
     patches.keep_step_counts_on_the_host()  # torch.optim.Optimizer.load_state_dict

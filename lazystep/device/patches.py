@@ -166,6 +166,50 @@ def allow_fused_optimizers() -> None:
         return [*original(), "lazy"]
 
 
+def prefer_lists_of_tensors() -> None:
+    """Optimizers and `clip_grad_norm_` record few instructions on lists instead of many on single tensors.
+
+    `clip_grad_norm_` takes lists on the devices of a list; CPU is on it. Optimizers default to a loop on the
+    CPU. For those below, both forms compute the same bits, so lazy parameters take lists. ASGD, NAdam and
+    RAdam compute other bits with lists, and so do all optimizers in low precision or on complex numbers.
+    """
+
+    @wrapping(torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices")
+    def _get_foreach_kernels_supported_devices(original: Any) -> list[str]:
+        return [*original(), "lazy"]
+
+    def default(original: Any, params: Any, differentiable: bool, use_fused: bool = False) -> Any:
+        # SGD does not say here whether it is differentiable; then its gradients are enabled.
+        if not params or not is_lazy(params[0]) or differentiable or use_fused or torch.is_grad_enabled():
+            return original(params, differentiable, use_fused)
+        are_alike = all(
+            type(p) in (torch.nn.Parameter, torch.Tensor)
+            and p.dtype in (torch.float32, torch.float64)
+            and is_lazy(p)
+            for p in params
+        )
+        return False, are_alike
+
+    for name in ("adadelta", "adagrad", "adam", "adamax", "rmsprop", "rprop", "sgd"):
+        wrapping(sys.modules[f"torch.optim.{name}"], "_default_to_fused_or_foreach")(default)
+
+    @wrapping(torch.optim.Optimizer, "zero_grad")
+    def zero_grad(original: Any, self: Any, set_to_none: bool = True) -> None:
+        if set_to_none:
+            original(self, set_to_none)
+            return
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not grads or any(not is_lazy(grad) or grad.is_sparse for grad in grads):
+            original(self, set_to_none)
+            return
+        for grad in grads:
+            if grad.grad_fn is not None:
+                grad.detach_()
+            else:
+                grad.requires_grad_(False)
+        torch._foreach_zero_(grads)
+
+
 def keep_step_counts_on_the_host() -> None:
     """A state dict that was loaded with `map_location="lazy"` has step counts on the lazy device.
 

@@ -16,10 +16,11 @@ that one of them writes. Launches keep their order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from .collectives import WAIT, is_launch
-from .program import LIST_OPS, Arg, Instruction, Program
+from .lists import num_elements, part
+from .program import Instruction, Program
 
 
 def schedule(program: Program) -> Program:
@@ -50,15 +51,15 @@ class _Levels:
     def place(self, instruction: Instruction) -> list[tuple[int, Instruction]]:
         """The instruction with its level; its parts if it is a list op with elements of several levels."""
         by_level: dict[int, list[int]] = {}
-        for element in range(_num_elements(instruction)):
-            by_level.setdefault(self._level(_part(instruction, [element])), []).append(element)
+        for element in range(num_elements(instruction)):
+            by_level.setdefault(self._level(part(instruction, [element])), []).append(element)
         if len(by_level) < 2:
             parts = [instruction]
         else:
-            parts = [_part(instruction, elements) for _, elements in sorted(by_level.items())]
-        placed = [(self._level(part), part) for part in parts]
-        for level, part in placed:
-            self._note(part, level)
+            parts = [part(instruction, elements) for _, elements in sorted(by_level.items())]
+        placed = [(self._level(piece), piece) for piece in parts]
+        for level, piece in placed:
+            self._note(piece, level)
         return placed
 
     def _storages(self, values: Iterable[int]) -> set[int]:
@@ -91,40 +92,3 @@ class _Levels:
             self._num_launches += 1
             for storage in self._storages(instruction.writes):
                 self._launched[storage] = self._num_launches, used
-
-
-def _num_elements(instruction: Instruction) -> int:
-    """How many elements the lists of an op on lists of tensors have; 0 for any other op."""
-    if not instruction.op.startswith(LIST_OPS):
-        return 0
-    lists = [arg for arg in _arguments(instruction) if type(arg) is tuple and arg]
-    lengths = {len(arg) for arg in lists}
-    if _has_results(instruction):
-        lengths.add(len(instruction.results))
-    # Lists of one length belong together element by element. Anything else stays in one piece.
-    return lengths.pop() if len(lengths) == 1 else 0
-
-
-def _part(instruction: Instruction, elements: Sequence[int]) -> Instruction:
-    """A list op on some of the elements."""
-
-    def select(arg: Arg) -> Arg:
-        return tuple(arg[n] for n in elements) if type(arg) is tuple and arg else arg
-
-    part = instruction._replace(
-        args=tuple(map(select, instruction.args)),
-        kwargs=tuple((name, select(arg)) for name, arg in instruction.kwargs),
-        results=select(instruction.results) if _has_results(instruction) else instruction.results,
-    )
-    used = set(part.reads())
-    return part._replace(writes=tuple(value for value in instruction.writes if value in used))
-
-
-def _has_results(instruction: Instruction) -> bool:
-    return any(value is not None for value in instruction.results)
-
-
-def _arguments(instruction: Instruction) -> Iterator[Arg]:
-    yield from instruction.args
-    for _, arg in instruction.kwargs:
-        yield arg

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import settings
 from ..decide.decision import Decision
+from ..program.lists import in_pieces
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, Source, Storage, Value, map_args
 from ..program.prune import prune
 from ..program.schedule import schedule
@@ -19,7 +20,7 @@ Entry = tuple[Any, ...]
 
 
 def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs: Sequence[int]) -> Program:
-    """The program of these entries that returns the values `outputs`: pruned, and scheduled."""
+    """The program of these entries that returns the values `outputs`: pruned, scheduled, in pieces."""
     values: dict[int, Value] = {}
     storages: list[Storage] = []
     inputs: list[int] = []
@@ -107,5 +108,5 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
     )
     if settings.verify_programs:
         verify(program)
-    program = schedule(prune(program))
+    program = in_pieces(schedule(prune(program)))
     return verify(program) if settings.verify_programs else program
