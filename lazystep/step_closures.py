@@ -155,6 +155,9 @@ class DeviceContext:
         The barrier calls this under its lock, so that no step of another thread comes between. A replay has
         not run what other threads have recorded, so it ends the step for the closures of its own thread.
         """
+        if not (self._async or self._sync):  # as in most steps: a replay has no microseconds for empty lists
+            self.step += 1
+            return
         async_closures, sync_closures = self.take(thread)
         self.step += 1
         for closure in async_closures + sync_closures:
@@ -173,6 +176,8 @@ class DeviceContext:
         If a sync closure raises, the remaining ones still run, and then its exception is raised here. Blocks
         while the async queue is full and its policy is to wait.
         """
+        if not (self._ended or self._held):
+            return
         with self._lock:
             ended, self._ended = self._ended, []
         sync_closures = [closure for _, closures in ended for closure in closures]
