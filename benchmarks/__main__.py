@@ -24,6 +24,7 @@ BENCHMARKS = (
     "steps",
     "sizes",
     "large",
+    "neighbours",
     "shapes",
     "precision",
     "overlap",

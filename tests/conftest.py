@@ -74,7 +74,7 @@ FAST = {
     "integrations/test_accelerate.py": "example",
     "overlap/test_in_backward.py": "",
     "overlap/test_parts.py": "",
-    "tools/test_benchmarks.py": "",
+    "tools/test_benchmarks.py": "process_of_its_own|names_the_processors",
     "tools/test_cli.py": "run_|doctor|bench",
     "tools/test_config.py": "",
     "tools/test_docs.py": "runs|readme|blocks|wrong",

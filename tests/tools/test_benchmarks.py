@@ -230,3 +230,31 @@ def test_precision_names_the_processors_features_and_has_a_cell_for_each_type():
     times, peaks = [line for line in done.stdout.splitlines() if line.startswith("| mlp:16 |")]
     assert len(times.split(" | ")) == 1 + 6 + 3
     assert all(float(cell) > 0 for cell in peaks.strip("| ").split(" | ")[1:])
+
+
+def test_neighbours_verdicts_follow_from_numbers():
+    from benchmarks import neighbours
+
+    # The second round is on a machine half as fast.
+    seconds = {
+        neighbours.WITHOUT: [4.0, 8.0],
+        neighbours.IDLE: [4.0, 8.0],
+        neighbours.STEP_ALONE: [2.0, 4.0],
+        neighbours.ALTERNATING: [6.0, 12.0],
+    }
+
+    def judged(**changed):
+        samples = seconds | {getattr(neighbours, name): value for name, value in changed.items()}
+        return [goal.judge({"mlp": Measurements(samples)})[0] for goal in neighbours.GOALS]
+
+    assert judged() == ["met", "met"]
+    assert judged(IDLE=[12.0, 24.0]) == ["missed", "met"]
+    assert judged(ALTERNATING=[8.0, 16.0]) == ["met", "missed"]
+
+
+def test_neighbours_measures_each_variant_in_a_process_of_its_own():
+    done = run_python("-m", "benchmarks.neighbours", "--quick", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("| mlp |"))
+    assert len(row.strip("| ").split(" | ")) == 8
+    assert "eager work while lazystep idles, without lazystep = 1" in done.stdout
