@@ -2,5 +2,9 @@
 
 `pip install 'lazystep[integrations]'` installs the packages.
 
-Reading order: accelerate.
+Reading order: accelerate, masks, transformers.
 """
+
+from ..record.source import count_as_user_code
+
+count_as_user_code(__file__)  # captured steps of the trainers are watched like the user's own

@@ -104,9 +104,7 @@ def use_lazy_device() -> None:
     have made the part that has the device before: then it is changed. A finished state on another device is
     refused, because models may have been prepared for it.
     """
-    num_processes = get_int_from_env(_SIZE_VARIABLES, 1)
-    if num_processes > 1:
-        raise UnsupportedError(f"Accelerate in {num_processes} processes on the lazy device: {_ONE_PROCESS}")
+    check_one_process()
     before = AcceleratorState._shared_state.get("device")
     if before is not None and before.type != DEVICE.type:
         raise ValueError(
@@ -115,6 +113,13 @@ def use_lazy_device() -> None:
         )
     with device_for_new_states():
         PartialState().device = DEVICE
+
+
+def check_one_process() -> None:
+    """Refuse a process that was started as one of several."""
+    num_processes = get_int_from_env(_SIZE_VARIABLES, 1)
+    if num_processes > 1:
+        raise UnsupportedError(f"Accelerate in {num_processes} processes on the lazy device: {_ONE_PROCESS}")
 
 
 @contextmanager
