@@ -28,7 +28,7 @@ A tour:
     closure                     the closure handlers alone, without the lazy device
     lazystep.checkpoint         import it for checkpoints in the background that survive a crash
     lazystep.compat             import it for the names of torch._lazy and torch_xla
-    lazystep.integrations       import a module of it to train with Accelerate or Transformers
+    lazystep.integrations       import a module of it to train with Accelerate, Transformers or Lightning
     lazystep.distributed        DistributedDataParallel on lazy modules: also under torch's own name
     lazystep.overlap            import it for DDP: updates while gradients are still being reduced
 

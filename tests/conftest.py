@@ -72,6 +72,7 @@ FAST = {
     "capture/test_torch_around.py": "",
     "capture/test_values_around.py": "",
     "integrations/test_accelerate.py": "example",
+    "integrations/test_lightning.py": "example|sixty|waits|resumes|loggers|hooks|bar",
     "integrations/test_transformers.py": "example|resumes|training_and_evaluation|best|another_class|reports",
     "overlap/test_in_backward.py": "",
     "overlap/test_parts.py": "",

@@ -2,7 +2,7 @@
 
 `pip install 'lazystep[integrations]'` installs the packages.
 
-Reading order: accelerate, masks, transformers.
+Reading order: accelerate, masks, transformers, lightning_logging, lightning_capture, lightning.
 """
 
 from ..record.source import count_as_user_code

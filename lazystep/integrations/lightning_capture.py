@@ -1,0 +1,162 @@
+"""Lightning's automatic optimization as a captured step.
+
+Inside the step: the module's `training_step`, `zero_grad`, backward, clipping, the update, and the hooks
+between them, in Lightning's order. Outside: the progress counters, which Lightning saves in checkpoints, and
+the arguments of `log`. While a call is recorded, `log` only notes what it gets. Each call returns the values,
+and then `log` itself gets them.
+
+`_AutomaticOptimization` is private to Lightning. The trainer's keeps its state and gets another class.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+
+from ..capture.step import Step, step
+from ..errors import UnsupportedError
+
+_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+def capture_optimization(trainer: Any) -> CapturedOptimization:
+    """Have the trainer's training steps captured. Refuses a module that steps in its own way."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            "LazyStrategy(capture=True) and automatic_optimization=False: decorate the part of training_step "
+            "that is a step with @lazystep.step, and leave capture=True out."
+        )
+    if type(module).optimizer_step is not LightningModule.optimizer_step:
+        raise UnsupportedError(
+            f"LazyStrategy(capture=True) and {type(module).__name__}.optimizer_step: the captured step does "
+            "not call it. Leave capture=True out, or use on_before_optimizer_step."
+        )
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+    optimization.__class__ = CapturedOptimization
+    optimization.prepare(module)
+    return optimization  # type: ignore[no-any-return]
+
+
+class CapturedOptimization(_AutomaticOptimization):
+    """Lightning's loop of one batch, with the work in a captured step."""
+
+    captured_step: Step[..., Any]
+
+    def prepare(self, module: LightningModule) -> None:
+        """Before `fit`: no captures yet."""
+        self.module = module
+        self.captured_step = step(self._step)
+        self.batch_idx = 0
+        self._noting = self._note  # one object, because a capture compares it
+        self._logged: list[tuple[str, Any, dict[str, Any]]] | None = None
+        hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _HOOKS}
+        for name in _HOOKS:
+            # Lightning calls those of callbacks first. One that does nothing is left out.
+            for callback in self.trainer.callbacks:
+                if getattr(type(callback), name) is not getattr(Callback, name):
+                    hooks[name].append(_of_callback(getattr(callback, name), self.trainer, module))
+            if getattr(type(module), name) is not getattr(LightningModule, name):
+                hooks[name].append(getattr(module, name))
+        self._hooks = hooks
+
+    def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        """One batch: a captured call, and the counters around it."""
+        if "batch" not in kwargs:
+            raise UnsupportedError(
+                "LazyStrategy(capture=True) and training_step(self, dataloader_iter): take a batch, or leave "
+                "capture=True out."
+            )
+        is_update = not self.trainer.fit_loop._should_accumulate()
+        is_first = batch_idx % self.trainer.accumulate_grad_batches == 0
+        progress = self.optim_progress.optimizer
+        if is_update:
+            progress.step.increment_ready()
+        if is_first:
+            progress.zero_grad.increment_ready()
+            progress.zero_grad.increment_started()
+        self.batch_idx = (
+            batch_idx  # not an argument, because it counts: a capture would be for one value of it
+        )
+        own_log = self.module.__dict__.get("log")
+        self.module.__dict__["log"] = self._noting
+        try:
+            result, logged = self.captured_step(kwargs["batch"], is_update, is_first, "batch_idx" in kwargs)
+        finally:
+            if own_log is None:
+                del self.module.__dict__["log"]
+            else:
+                self.module.__dict__["log"] = own_log
+        if is_first:
+            progress.zero_grad.increment_completed()
+        if is_update:
+            progress.step.increment_completed()
+        self.module._current_fx_name = "training_step"
+        for name, value, options in logged:
+            self.module.log(name, value, **options)
+        self.module._current_fx_name = None
+        return result
+
+    def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if args:
+            raise TypeError(f"log({name!r}, ...): pass the options by name, for LazyStrategy(capture=True)")
+        assert self._logged is not None
+        self._logged.append((name, value.detach() if isinstance(value, torch.Tensor) else value, options))
+
+    def _step(self, batch: Any, is_update: bool, is_first: bool, takes_index: bool) -> Any:
+        self._logged = []
+        optimizer = self.trainer.optimizers[0]
+        results: list[ClosureResult] = []
+
+        def closure() -> Any:
+            with torch.enable_grad():
+                results.append(self._forward_backward(batch, optimizer, is_first, takes_index))
+            if is_update:
+                self._call_hooks("on_before_optimizer_step", optimizer)
+                self.module.configure_gradient_clipping(
+                    optimizer,
+                    gradient_clip_val=self.trainer.gradient_clip_val,
+                    gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
+                )
+            return results[-1].loss
+
+        if is_update:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+        logged, self._logged = self._logged, None
+        result = results[-1]
+        return {} if result.loss is None else {"loss": result.loss, **result.extra}, logged
+
+    def _forward_backward(
+        self, batch: Any, optimizer: torch.optim.Optimizer, is_first: bool, takes_index: bool
+    ) -> ClosureResult:
+        arguments = (batch, self.batch_idx) if takes_index else (batch,)
+        output = self.trainer.strategy.training_step(*arguments)
+        if isinstance(output, Mapping):
+            output = dict(output)
+        result = ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+        if is_first:
+            self._call_hooks("on_before_zero_grad", optimizer)
+            self.module.optimizer_zero_grad(self.trainer.current_epoch, self.batch_idx, optimizer)
+        if result.closure_loss is not None:
+            self._call_hooks("on_before_backward", result.closure_loss)
+            self.module.backward(result.closure_loss)
+            self._call_hooks("on_after_backward")
+        return result
+
+    def _call_hooks(self, name: str, *args: Any) -> None:
+        for hook in self._hooks[name]:
+            hook(*args)
+
+
+def _of_callback(hook: Callable[..., Any], trainer: Any, module: LightningModule) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return hook(trainer, module, *args)
+
+    return call

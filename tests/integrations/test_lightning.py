@@ -1,0 +1,319 @@
+"""Lightning's Trainer on the lazy device and on the CPU: equal to the bit, resumed, captured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+import lazystep
+from lazystep.integrations.lightning import LazyAccelerator, LazyStrategy
+from lazystep.report import JsonlLog
+from tests.helpers import count
+from tests.integrations.examples import run_example
+
+pytestmark = [  # what Lightning says of such small trainings, on every device
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists"),
+    pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+]
+FORMS = pytest.mark.parametrize("capture", [False, True], ids=["recorded", "captured"])
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)
+        )
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> dict[str, torch.Tensor]:
+        x, y = batch
+        error = self.net(x) - y
+        loss = error.square().mean()
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log("largest", error.abs().max(), reduce_fx="max", on_epoch=True, on_step=False)
+        return {"loss": loss, "error": error}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(outputs["loss"])
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.log("held_out", (self.net(x) - y).square().mean(), prog_bar=True)
+
+    def test_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.log("tested", (self.net(x) - y).abs().mean())
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        opt = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return {"optimizer": opt, "lr_scheduler": torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)}
+
+
+def make_loader() -> Any:
+    x = torch.randn(80, 6)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+def train(
+    path: Path,
+    *callbacks: Any,
+    num_epochs: int = 3,
+    kind: type[Module] = Module,
+    resume: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    lightning.seed_everything(1, verbose=False)
+    loader, module = make_loader(), kind()
+    common: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "gradient_clip_val": 0.5,
+    }
+    trainer = lightning.Trainer(
+        max_epochs=num_epochs,
+        callbacks=[EarlyStopping("held_out", patience=9), *callbacks],
+        default_root_dir=path,
+        **{**common, **options},
+    )
+    trainer.fit(module, loader, loader, ckpt_path=resume)
+    return module, trainer
+
+
+def numbers(module: Module, trainer: Any) -> list[torch.Tensor]:
+    state = [t for opt in trainer.optimizers for s in opt.state.values() for t in s.values()]
+    shown = [trainer.callback_metrics[name] for name in sorted(trainer.callback_metrics)]
+    return [t.detach().cpu() for t in [*module.losses, *module.state_dict().values(), *state, *shown]]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "bf16": {"precision": "bf16-mixed", "num_epochs": 1},
+    "clipped by value": {"gradient_clip_algorithm": "value", "num_epochs": 1},
+}
+
+
+@FORMS
+@pytest.mark.parametrize("case", CASES)
+def test_sixty_steps_with_validation_and_early_stopping_equal_the_cpu(
+    case: str, capture: bool, tmp_path: Path
+) -> None:
+    eager = train(tmp_path, accelerator="cpu", **CASES[case], enable_checkpointing=False)
+    strategy = LazyStrategy(capture=capture)
+    lazy = train(tmp_path, strategy=strategy, **CASES[case], enable_checkpointing=False)
+    assert strategy.root_device.type == "lazy"
+    num_steps = 20 * CASES[case].get("num_epochs", 3)
+    assert len(lazy[0].losses) == num_steps
+    assert lazy[0].losses[0].device.type == "lazy"
+    assert lazy[1].global_step == eager[1].global_step
+    assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
+    if capture:
+        assert strategy.captured_step is not None
+        assert strategy.captured_step.num_recorded + strategy.captured_step.num_replayed == num_steps
+        assert strategy.captured_step.num_replayed >= num_steps // 2, strategy.captured_step.explain()
+
+
+@FORMS
+def test_waits_do_not_depend_on_the_number_of_steps(capture: bool, tmp_path: Path) -> None:
+    waits = []
+    for num_steps in (8, 20):
+        logger = CSVLogger(tmp_path, version=num_steps)
+        options = {"logger": logger, "log_every_n_steps": 2, "enable_progress_bar": True, "num_epochs": 2}
+        lazystep.metrics.reset()
+        train(tmp_path, strategy=LazyStrategy(capture=capture), limit_train_batches=num_steps, **options)
+        waits.append(count("synchronizations"))
+    assert waits[0] == waits[1], lazystep.metrics.report()
+    # For an epoch: the monitored metric, those of the epoch, and a checkpoint of each tensor.
+    assert waits[0] <= 2 * 50, lazystep.metrics.report()
+
+
+@FORMS
+def test_training_resumes_in_mid_epoch_as_on_the_cpu(capture: bool, tmp_path: Path) -> None:
+    resumed = []
+    for name, options in (
+        ("cpu", {"accelerator": "cpu"}),
+        ("lazy", {"strategy": LazyStrategy(capture=capture)}),
+    ):
+        keep = ModelCheckpoint(tmp_path / name, every_n_train_steps=30, save_top_k=-1, filename="{step}")
+        train(tmp_path / name, keep, num_epochs=2, **options)
+        if name == "lazy":
+            options = {"strategy": LazyStrategy(capture=capture)}
+        resumed.append(
+            train(tmp_path / name, num_epochs=3, resume=tmp_path / name / "step=30.ckpt", **options)
+        )
+    eager, lazy = resumed
+    assert len(lazy[0].losses) == 30
+    assert lazy[1].global_step == 60
+    assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
+    saved = [torch.load(tmp_path / name / "step=30.ckpt", weights_only=False) for name in ("cpu", "lazy")]
+    assert saved[0]["loops"] == saved[1]["loops"]  # the counters
+    assert {t.device.type for t in saved[1]["state_dict"].values()} == {"cpu"}
+    on_cpu = train(
+        tmp_path / "moved", num_epochs=3, resume=tmp_path / "lazy" / "step=30.ckpt", accelerator="cpu"
+    )
+    assert all(map(torch.equal, numbers(*on_cpu), numbers(*eager)))
+
+
+@FORMS
+def test_loggers_and_reports_get_what_they_get_on_the_cpu(capture: bool, tmp_path: Path) -> None:
+    class Reporting(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            super().on_train_batch_end(outputs, batch, index)
+            log(self.global_step, loss=outputs["loss"])
+
+    common: dict[str, Any] = {"log_every_n_steps": 4, "num_epochs": 2}
+    logger = CSVLogger(tmp_path, name="cpu", version=0)
+    module, _ = train(tmp_path, logger=logger, accelerator="cpu", **common)
+    logger = CSVLogger(tmp_path, name="lazy", version=0)
+    with JsonlLog(tmp_path / "log.jsonl") as log:
+        train(tmp_path, kind=Reporting, logger=logger, strategy=LazyStrategy(capture=capture), **common)
+    tables = [(tmp_path / name / "version_0" / "metrics.csv").read_text() for name in ("cpu", "lazy")]
+    assert tables[0] == tables[1]
+    assert len(tables[0].splitlines()) > 10
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert rows == [{"step": n, "loss": loss.item()} for n, loss in enumerate(module.losses, 1)]
+
+
+@FORMS
+def test_progress_bar_shows_values_that_have_arrived(capture: bool, tmp_path: Path) -> None:
+    class Bar(TQDMProgressBar):
+        def get_metrics(self, *args: Any) -> Any:
+            found = super().get_metrics(*args)
+            self.shown.append(found.get("loss_step"))
+            return found
+
+        shown: list[Any] = []  # noqa: RUF012
+
+    strategy = LazyStrategy(capture=capture)
+    module, _ = train(tmp_path, Bar(), strategy=strategy, enable_progress_bar=True, num_epochs=2)
+    losses = {loss.item() for loss in module.losses}
+    shown = [value for value in Bar.shown if value is not None]
+    assert shown
+    assert all(isinstance(value, float) and value in losses for value in shown)
+
+
+@FORMS
+def test_hooks_around_backward_run_as_on_the_cpu(capture: bool, tmp_path: Path) -> None:
+    class Hooked(Module):
+        def on_after_backward(self) -> None:
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.5)
+
+    class Freezing(lightning.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            module.net[0].bias.grad.zero_()
+
+    eager = train(tmp_path, Freezing(), kind=Hooked, num_epochs=1, accelerator="cpu")
+    strategy = LazyStrategy(capture=capture)
+    lazy = train(tmp_path, Freezing(), kind=Hooked, num_epochs=1, strategy=strategy)
+    assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
+    plain = train(tmp_path, num_epochs=1, strategy=LazyStrategy())
+    assert not all(map(torch.equal, numbers(*lazy), numbers(*plain)))
+    if capture:
+        assert strategy.captured_step is not None
+        assert strategy.captured_step.num_replayed >= 10, strategy.captured_step.explain()
+
+
+def test_testing_and_prediction_equal_the_cpu(tmp_path: Path) -> None:
+    found = []
+    for options in ({"accelerator": "cpu"}, {"strategy": LazyStrategy()}):
+        lightning.seed_everything(1, verbose=False)
+        loader, module = make_loader(), Module()
+        trainer = lightning.Trainer(
+            logger=False, enable_progress_bar=False, enable_checkpointing=False, **options
+        )
+        (tested,) = trainer.test(module, loader, verbose=False)
+        lazystep.metrics.reset()
+        predictions = trainer.predict(module, loader)
+        found.append((tested, torch.cat([one.cpu() for one in predictions])))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+class Manual(Module):
+    automatic_optimization = False
+
+
+class Stepping(Module):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+class Positional(Module):
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.net(batch[0]).mean()
+        self.log("loss", loss, True)
+        return loss
+
+
+def test_wrong_use_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one lazy device.*Leave `devices` out"):
+        lightning.Trainer(strategy=LazyStrategy(), devices=2, logger=False)
+    with pytest.raises(ValueError, match=r"expected lazy.*LazyStrategy"):
+        LazyAccelerator().setup_device(torch.device("cpu"))
+    for kind, error, message in (
+        (Manual, lazystep.UnsupportedError, "@lazystep.step"),
+        (Stepping, lazystep.UnsupportedError, r"Stepping.optimizer_step.*Leave capture=True out"),
+        (Positional, TypeError, "pass the options by name"),
+    ):
+        with pytest.raises(error, match=message):
+            train(tmp_path, kind=kind, strategy=LazyStrategy(capture=True), gradient_clip_val=None)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_float16_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(lazystep.UnsupportedError, match="Use 'bf16-mixed'"):
+        train(tmp_path, strategy=LazyStrategy(), precision="16-mixed")
+
+
+def test_an_error_in_the_step_comes_out_as_it_is(tmp_path: Path) -> None:
+    class Failing(Module):
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = self.net(batch[0]).mean()
+            raise ArithmeticError(f"no step for {tuple(loss.shape)}")
+
+    for capture in (False, True):
+        with pytest.raises(ArithmeticError, match=r"no step for \(\)"):
+            train(tmp_path, kind=Failing, strategy=LazyStrategy(capture=capture))
+
+
+def test_a_logger_that_fails_is_an_error_of_the_training(tmp_path: Path) -> None:
+    class Broken(CSVLogger):
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no space left")
+
+    with pytest.raises(lazystep.ClosureError, match="no space left"):
+        train(tmp_path, strategy=LazyStrategy(), logger=Broken(tmp_path), log_every_n_steps=1)
+    lazystep.mark_step()
+
+
+@pytest.mark.filterwarnings("ignore:.*pkg_resources is deprecated")
+def test_example_learns_in_captured_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_example("lightning_digits", monkeypatch, "--directory", tmp_path) == 0
+    printed = capsys.readouterr().out
+    found = re.search(r"recorded (\d+) times, replayed (\d+) times, (\d) capture", printed)
+    assert found is not None, printed
+    assert int(found[1]) + int(found[2]) == 120
+    assert int(found[1]) <= 20
+    assert (tmp_path / "best.ckpt").exists()
