@@ -1,14 +1,29 @@
 # Each target works as the only command in a fresh clone: it makes the virtual environment first.
 PYTHON ?= python3
-# One release of the range in pyproject.toml: the extensions are built for it.
-TORCH ?= torch==2.13.0
+# The release of torch, of the range in pyproject.toml. The default has a build without CUDA.
+TORCH ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 JAX_VENV := .venv-jax
 STAMP := $(VENV)/installed
 
-.PHONY: demo fast test nightly check bench bench-peers format extension wheel sanitize clean
+TARGETS := demo fast test nightly check bench extension wheel sanitize
+.PHONY: $(TARGETS) bench-peers format clean
 
+# Extensions are built in the tree, for one release of torch. So another release, as in `make test TORCH=2.15.*`, gets a copy of
+# the tree with an environment of its own, which takes some gigabytes, and the target is made there.
+ifneq ($(TORCH),2.13.0)
+ifndef IS_COPY
+COPY := build/torch-$(TORCH:.*=)
+$(TARGETS):
+	mkdir -p $(COPY)
+	tar -c --exclude='*.so' --exclude=__pycache__ benchmarks docs examples lazystep tests *.md LICENSE MANIFEST.in Makefile \
+	  pyproject.toml setup.py | tar -x -C $(COPY)
+	$(MAKE) -C $(COPY) IS_COPY=1 $@
+endif
+endif
+
+ifndef COPY
 demo: $(STAMP)
 	$(BIN)/lazystep demo
 
@@ -59,6 +74,8 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
+endif
+
 # Optional: what `bench` compares with beyond torch. JAX gets an environment of its own, because it may need another NumPy.
 bench-peers: $(JAX_VENV)/installed
 
@@ -77,7 +94,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
-	  | $(BIN)/python -m pip install --quiet --no-compile $(TORCH) -r /dev/stdin
+	  | $(BIN)/python -m pip install --quiet --no-compile 'torch==$(TORCH)' -r /dev/stdin
 	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[demo,test,check]'
 	touch $(STAMP)
 

@@ -28,6 +28,8 @@ from ..runs.facts import changed_settings
 from ..runtime import runtime
 from ..tiers.history import describe
 
+_TORCH = ((2, 13), (2, 16))  # the bounds in pyproject.toml: from, and up to but without
+_PYTHONS = ((3, 11), (3, 12), (3, 13))
 _MIN_FREE = 500_000_000  # a build's own files, and room for libraries
 
 
@@ -70,10 +72,18 @@ def _software() -> Iterator[Finding]:
     yield Finding(
         "good", f"lazystep {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     )
-    if not torch.__version__.startswith("2.13."):
-        yield Finding(
-            "problem", f"torch {torch.__version__}: lazystep is made for 2.13; pip install 'torch==2.13.*'"
-        )
+    if not _TORCH[0] <= _release(torch.__version__) < _TORCH[1]:
+        wanted = ">={}.{},<{}.{}".format(*_TORCH[0], *_TORCH[1])
+        remedy = f"lazystep is made for {wanted}; pip install 'torch{wanted}'"
+        yield Finding("problem", f"torch {torch.__version__}: {remedy}")
+    if _release(platform.python_version()) not in _PYTHONS:
+        known = ", ".join("{}.{}".format(*python) for python in _PYTHONS)
+        yield Finding("note", f"Python {platform.python_version()}: lazystep was tried with {known}")
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _device() -> Iterator[Finding]:

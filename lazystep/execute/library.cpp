@@ -1,8 +1,8 @@
-// A library that AOTInductor built, run without the interpreter lock; and the threads that run it.
+// A library that AOTInductor built, run without the interpreter lock; the threads that run it; and single ops.
 //
 // torch binds the same runner for Python, but its `run` keeps the lock until the step is over: the
 // training thread can't record the next step meanwhile, no closure runs, no data loader's thread.
-// Used by execute/library.py and execute/threads.py alone.
+// Used by execute/library.py, execute/threads.py and execute/reference.py alone.
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "operation.h"
 #include "threads.h"
 #include "update.h"
 
@@ -27,6 +28,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return runner.run(arguments);
           },
           py::arg("arguments"));
+  module.def("operation", &lazystep::operation, py::arg("name"), py::arg("overload"));
   py::class_<lazystep::Bell>(module, "Bell", py::module_local())
       .def(py::init<>())
       .def("ring", &lazystep::Bell::ring, py::arg("delay"))

@@ -19,9 +19,12 @@ import torch
 
 from .. import metrics
 from ..config import settings
+from ..extensions import RUNNER
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve_op
 from ..program.types import TensorType, type_of
 from .executable import InstructionError
+
+_make_operation = RUNNER.load().operation
 
 # The results to repair: (position of the instruction, number of the result) to whether it must be copied.
 Repairs = dict[tuple[int, int], bool]
@@ -96,7 +99,7 @@ def _run_instruction(
 
     args = [fill(a) for a in instruction.args]
     kwargs = {name: fill(arg) for name, arg in instruction.kwargs}
-    out = resolve_op(instruction.op)(*args, **kwargs)
+    out = _operation(instruction.op)(*args, **kwargs)
     flat = list(out) if isinstance(out, (tuple, list)) else [out]
     repaired = {}
     arguments = set(instruction.reads())
@@ -218,7 +221,7 @@ def _translate(
     names: dict[str, Any] = {
         "_relayout": relayout,
         "_settle": settle,
-        "_detach": torch.ops.aten.detach.default._op,
+        "_detach": _operation("aten.detach.default"),
     }
     ops: dict[str, str] = {}
     literals: dict[int, str] = {}
@@ -253,9 +256,7 @@ def _translate(
     for position, instruction in enumerate(program.instructions):
         if instruction.op not in ops:
             ops[instruction.op] = f"op{len(ops)}"
-            # `_op` is the same call as `OpOverload.__call__`, without a Python frame around it.
-            op = resolve_op(instruction.op)
-            names[ops[instruction.op]] = getattr(op, "_op", op)
+            names[ops[instruction.op]] = _operation(instruction.op)
         aliased = {}
         for argument, value in instruction.rebinds:
             emit(f"v{value} = _detach(v{argument})", position)
@@ -287,6 +288,14 @@ def _translate(
     source = "\n".join(lines)
     exec(compile(source, _GENERATED, "exec"), names)
     return names["step"], positions
+
+
+@functools.cache
+def _operation(op: str) -> Callable[..., Any]:
+    """The op as a function without a Python frame around it, whose kernel may warn: see operation.h."""
+    schema = operator.attrgetter("_schema")(resolve_op(op))
+    found: Callable[..., Any] = _make_operation(schema.name, schema.overload_name)
+    return found
 
 
 @functools.cache

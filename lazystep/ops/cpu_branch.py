@@ -18,6 +18,8 @@ import torch
 from ..record.tensor import find_handle
 
 aten = torch.ops.aten
+# Before, dropout of a complex tensor raises.
+_COMPLEX_HAS_REAL_NOISE = torch.__version__ >= "2.15"
 
 
 def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,14 +65,22 @@ def scaled_dot_product_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
+    is_flash = choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+    # Since torch 2.14 the flash kernel is chosen for three dimensions as well, and takes them as one batch.
+    is_one_batch = is_flash and query.dim() == 3
+    if is_one_batch:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        while attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask.unsqueeze(0)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         minus_inf = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
         zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
         attn_mask = torch.where(attn_mask, zero, minus_inf)
-    if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
+    if is_flash:
+        out = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
+        return out.squeeze(0) if is_one_batch else out
     return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
@@ -84,7 +94,8 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
         return input
     if p == 1:
         return input * torch.zeros((), dtype=input.dtype, device=input.device)
-    noise = torch.empty_like(input).bernoulli_(1 - p)
+    dtype = input.dtype.to_real() if _COMPLEX_HAS_REAL_NOISE else input.dtype
+    noise = torch.empty_like(input, dtype=dtype).bernoulli_(1 - p)
     return input * aten.div_.Scalar(noise, 1 - p)
 
 

@@ -72,12 +72,15 @@ def test_functions_and_classes_take_the_arguments_of_torchs(module: str) -> None
         if not callable(theirs):
             assert type(here) is type(theirs)
             continue
-        parameters = list(inspect.signature(here).parameters.values())
-        for number, parameter in enumerate(inspect.signature(theirs).parameters.values()):
-            same = parameters[number]
-            assert (same.name, same.kind) == (parameter.name, parameter.kind), f"{module}.{name}"
-            is_optional = parameter.default is not inspect.Parameter.empty
-            assert not is_optional or same.default is not inspect.Parameter.empty, f"{module}.{name}"
+        wanted = inspect.signature(theirs).parameters.values()
+        plain = [p.name for p in wanted if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        needed = [p.name for p in wanted if p.default is inspect.Parameter.empty and p.name in plain]
+        bind = inspect.signature(here).bind  # raises if the call is not possible
+        bind(*plain)
+        bind(**{name: name for name in plain})
+        bind(**{name: name for name in needed})
+        variadic = {p.kind for p in wanted if p.name not in plain}
+        assert variadic <= {p.kind for p in inspect.signature(here).parameters.values()}
         if inspect.isclass(theirs):
             methods = {m for m in vars(theirs) if not m.startswith("_") and callable(getattr(theirs, m))}
             assert methods <= set(dir(here)), f"{module}.{name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -305,6 +306,21 @@ def test_barrier_does_no_work_per_instruction_in_the_steady_state(
         train_step(model, optimizer)
     assert calls == []
     assert extension.num_lookups() == num_lookups
+
+
+def test_kernel_that_warns_in_the_background_does_not_fail_its_step(capfd: Any) -> None:
+    """The warning was given at the op's line. Here warnings are errors, as in `pytest -W error`."""
+    with config.override(max_in_flight=2):
+        for _ in range(3):  # interpreted, then as generated code
+            out, x = torch.zeros(2).to("lazy"), torch.ones(2, 2).to("lazy")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.add(x, x, out=out)
+            lazystep.mark_step()
+            lazystep.wait_device_ops()
+            assert out.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert count("steps_failed") == 0
+    assert capfd.readouterr().err.count("An output with one or more elements was resized") == 3
 
 
 def test_executor_uses_as_many_threads_as_the_training_thread() -> None:

@@ -30,7 +30,8 @@ ROWS: dict[str, tuple[Call, torch.dtype, Any, Any]] = {
     "masked_fill": (lambda x, n: x.masked_fill(x > 1, n), torch.int8, 3, 300),
     "index_fill_": (lambda x, n: x.index_fill_(0, index(x), n), torch.int16, 3, 70000),
     "scatter": (lambda x, n: x.scatter(0, index(x), n), torch.int8, 3, 300),
-    "clamp": (lambda x, n: x.clamp(max=n), torch.int8, 3, 300),
+    # Since torch 2.15 a largest value that no element can have is taken, and a smallest one refused.
+    "clamp": (lambda x, n: x.clamp(min=n), torch.int8, 3, 300),
     "pow": (lambda x, n: x**n, torch.int64, 2, -1),
     "pow_": (lambda x, n: x.pow_(n), torch.int32, 2, -1),
     "remainder": (lambda x, n: x % n, torch.int64, 2, 0),

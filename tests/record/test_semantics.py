@@ -285,6 +285,22 @@ def test_attention_lstm_and_encoder_take_cpus_kernels() -> None:
     same(run("lazy"), run("cpu"))
 
 
+@pytest.mark.parametrize("mask", [None, (4, 4), (2, 4, 4), (1, 4, 4)])
+@pytest.mark.parametrize("is_bool", [False, True])
+def test_attention_without_a_batch_equals_eager_bitwise(mask: tuple[int, ...] | None, is_bool: bool) -> None:
+    def attend(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        given = [torch.randn(2, 4, 8).to(device).requires_grad_() for _ in range(3)]
+        bias = None
+        if mask is not None:
+            bias = (torch.rand(mask) > 0.3 if is_bool else torch.randn(mask)).to(device)
+        out = F.scaled_dot_product_attention(*given, attn_mask=bias)
+        return [t.detach().cpu() for t in (out, *torch.autograd.grad(out.square().sum(), given))]
+
+    for expected, found in zip(attend("cpu"), attend("lazy"), strict=True):
+        assert torch.equal(found, expected)
+
+
 ERRORS: dict[str, Callable[[str], Any]] = {
     "matmul shapes": lambda d: torch.ones(2, 3).to(d) @ torch.ones(2, 3).to(d),
     "broadcast": lambda d: torch.ones(2).to(d) + torch.ones(3).to(d),

@@ -50,7 +50,7 @@ def test_build_without_a_compiler_ends_with_one_line(tmp_path: Path, command: st
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "lazystep: building needs a C++17 compiler, and none was found (looked for $CXX, g++, c++, clang++). "
+        "lazystep: building needs a C++20 compiler, and none was found (looked for $CXX, g++, c++, clang++). "
         "Install one (Debian: apt-get install g++), "
         "or install a wheel that `make wheel` has built on another machine.\n"
     )
@@ -65,13 +65,13 @@ def test_compiler_of_the_variable_is_the_only_one_that_is_looked_for() -> None:
 
 def test_compiler_that_is_too_old_is_named_with_its_own_words(tmp_path: Path) -> None:
     old = tmp_path / "g++"
-    old.write_text("#!/bin/sh\necho \"error: unrecognized option '-std=c++17'\" >&2\necho more >&2\nexit 1\n")
+    old.write_text("#!/bin/sh\necho \"error: unrecognized option '-std=c++20'\" >&2\necho more >&2\nexit 1\n")
     old.chmod(0o755)
     done = run_setup("build_ext", PATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert (
-        "a C++17 compiler, and g++ is none (error: unrecognized option '-std=c++17'). Install" in done.stderr
+        "a C++20 compiler, and g++ is none (error: unrecognized option '-std=c++20'). Install" in done.stderr
     )
 
 
@@ -214,6 +214,56 @@ def test_import_fails_if_an_extension_does_not_fit(extension: Extension) -> None
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert f"ExtensionError: lazystep's {extension.name} was built for torch 2.12.1" in last
+
+
+def test_doctor_takes_the_releases_of_torch_that_the_package_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = importlib.import_module("lazystep.cli.doctor")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (wanted,) = (d for d in project["project"]["dependencies"] if d.startswith("torch"))
+    assert wanted in project["build-system"]["requires"]
+    assert wanted == "torch>={}.{},<{}.{}".format(*doctor._TORCH[0], *doctor._TORCH[1])
+    for version, is_taken in {
+        "2.12.1": False,
+        "2.13.0+cpu": True,
+        "2.14.1": True,
+        "2.15.0+cu132": True,
+        "2.16.0": False,
+        "3.0.0": False,
+    }.items():
+        monkeypatch.setattr(torch, "__version__", version)
+        problems = [found.text for found in doctor._software() if found.state == "problem"]
+        assert problems == (
+            []
+            if is_taken
+            else [f"torch {version}: lazystep is made for >=2.13,<2.16; pip install '{wanted}'"]
+        )
+
+
+def test_doctor_takes_the_pythons_that_the_package_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = importlib.import_module("lazystep.cli.doctor")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3." in c]
+    assert named == ["{}.{}".format(*python) for python in doctor._PYTHONS]
+    for version in (*(f"{python}.1" for python in named), "3.14.0"):
+        monkeypatch.setattr(doctor.platform, "python_version", lambda version=version: version)
+        notes = [found for found in doctor._software() if found.state == "note"]
+        assert bool(notes) == (version == "3.14.0")
+
+
+def test_another_torch_is_made_in_a_copy_of_the_tree() -> None:
+    def plan(*args: str) -> str:
+        done = subprocess.run(
+            ["make", "-n", "fast", *args], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    other = plan("TORCH=2.15.*", "MAKE=echo")
+    assert "| tar -x -C build/torch-2.15\n" in other
+    assert "echo -C build/torch-2.15 IS_COPY=1 fast" in other
+    assert "pytest" not in other
+    assert "pytest -n 2 --dist loadfile -m fast" in plan()
+    # There, the environment has the release that was asked for.
+    assert "pytest" in plan("TORCH=2.15.*", "IS_COPY=1")
 
 
 def test_doctor_says_if_this_python_has_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
