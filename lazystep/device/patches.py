@@ -179,8 +179,11 @@ def prefer_lists_of_tensors() -> None:
         return [*original(), "lazy"]
 
     def default(original: Any, params: Any, differentiable: bool, use_fused: bool = False) -> Any:
-        # SGD does not say here whether it is differentiable; then its gradients are enabled.
-        if not params or not is_lazy(params[0]) or differentiable or use_fused or torch.is_grad_enabled():
+        # Dynamo can't trace `is_lazy`, and never gets lazy tensors. SGD does not say here whether it is
+        # differentiable; then its gradients are enabled.
+        if torch.compiler.is_compiling() or not params:
+            return original(params, differentiable, use_fused)
+        if not is_lazy(params[0]) or differentiable or use_fused or torch.is_grad_enabled():
             return original(params, differentiable, use_fused)
         are_alike = all(
             type(p) in (torch.nn.Parameter, torch.Tensor)
@@ -195,7 +198,7 @@ def prefer_lists_of_tensors() -> None:
 
     @wrapping(torch.optim.Optimizer, "zero_grad")
     def zero_grad(original: Any, self: Any, set_to_none: bool = True) -> None:
-        if set_to_none:
+        if set_to_none or torch.compiler.is_compiling():
             original(self, set_to_none)
             return
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

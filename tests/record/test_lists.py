@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.testing._internal.common_optimizers import optim_db
 
 import lazystep
@@ -132,3 +134,25 @@ def test_zeroing_gradients_is_one_instruction_and_equals_eager() -> None:
         found[0].grad = with_graph
         optimizer.zero_grad(set_to_none=False)
         assert not found[0].grad.requires_grad
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+def test_compiled_optimizer_of_cpu_tensors_has_no_break_of_ours(make: Any) -> None:
+    owned = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for p in owned:
+        p.grad = torch.ones(3)
+    optimizer = make(owned, lr=0.1)
+    sizes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own code
+        torch.compile(lambda: (optimizer.step(), optimizer.zero_grad(set_to_none=False)), backend=backend)()
+    assert len(sizes) == 1
+    assert not [reason for reason in counters["graph_break"] if "lazystep" in reason]
+    assert [p.grad.tolist() for p in owned if p.grad is not None] == [[0.0] * 3] * 2
