@@ -44,6 +44,24 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def arrivals(device: str) -> list[str]:
+    """The parameters in the order in which they get their gradients."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4), nn.Unflatten(1, (1, 2, 2)))
+    model = nn.Sequential(*layers, nn.Conv2d(1, 2, 2)).to(device)
+    found: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
+    with torch.autocast(device, BF16):
+        loss = model(data(device)).square().mean()
+    loss.backward()
+    return found
+
+
+def test_gradients_arrive_in_eagers_order() -> None:
+    assert arrivals("lazy") == arrivals("cpu")
+
+
 @pytest.mark.parametrize("name", ["cpu", "lazy"])
 def test_both_names_mean_the_same(name: str) -> None:
     x, w = data("lazy"), data("lazy", 6, 3)

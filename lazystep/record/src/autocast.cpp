@@ -84,9 +84,11 @@ void for_each_tensor(c10::ArrayRef<IValue> values, const Function& function) {
   }
 }
 
+// From the last argument to the first, as eager's kernels are compiled. Backward goes through the casts in the
+// opposite order, so this is the order in which parameters get their gradients, and DDP fills its buckets.
 void cast_all(Stack* stack, size_t count, at::ScalarType to) {
-  for (auto entry = stack->end() - static_cast<ptrdiff_t>(count); entry != stack->end(); ++entry) {
-    IValue& value = *entry;
+  for (size_t back = 1; back <= count; ++back) {
+    IValue& value = (*stack)[stack->size() - back];
     if (value.isTensor()) {
       value = cast(value.toTensor(), to);
     } else if (value.isTensorList()) {
