@@ -71,9 +71,16 @@ def write_early(graph: torch.fx.Graph) -> None:
         target, value = node.args[0], node.args[1]
         if target.op != "placeholder" or value.op == "placeholder" or node.users:
             continue
-        after = max(order[user] for user in (*_readers(target), value) if user is not node)
+        # An update may write the value, which is then a memory of its own, in place.
+        users = (*_readers(target), *filter(_is_mutable, _readers(value)), value)
+        after = max(order[user] for user in users if user is not node)
         if after < order[node]:
             nodes[after].append(node)
+
+
+def _is_mutable(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _readers(tensor: torch.fx.Node) -> set[torch.fx.Node]:

@@ -128,24 +128,27 @@ class _Interpreter:
     def run(self) -> list[torch.Tensor]:
         """Run every instruction, and return the tensors that the signature returns."""
         updates = find_updates(self._program, self._signature)
-        due = {update.before: update for update in updates}
+        due: dict[int, list[Update]] = {}
+        for update in updates:
+            due.setdefault(update.before, []).append(update)
         updating = {position for update in updates for position in update.positions}
         for position, instruction in enumerate(self._program.instructions):
             try:
-                if position in due:
-                    self._run_update(due[position])
+                for update in due.get(position, ()):
+                    self._run_update(update)
                 if position not in updating:
                     self._run_instruction(instruction)
             except Exception as error:
                 raise LoweringError(instruction.op, position, error) from error
-        if (end := len(self._program.instructions)) in due:
-            self._run_update(due[end])
+        for update in due.get(len(self._program.instructions), ()):
+            self._run_update(update)
         return [self._tensors[value] for value in self._returned]
 
     def _run_update(self, update: Update) -> None:
         lanes = lanes_of(self._program, update, self._signature, self._fixed)
         written = [self._tensors[value] for value in lanes.written]
-        read = [self._tensors[value] for value in lanes.read]
+        # Never empty: AOTInductor calls no op with an empty list of tensors.
+        read = [self._tensors[value] for value in lanes.read] or [torch.zeros(1)]
         floats, ints = self._vectors.get(float), self._vectors.get(int)
         new = torch.ops.lazystep.updated.default(written, read, floats, ints, lanes.code)
         for tensor, value in zip(written, new, strict=True):

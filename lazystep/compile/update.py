@@ -7,15 +7,17 @@ kernel interprets them (`execute/update.h`).
 
 An instruction belongs to an update if it is elementwise arithmetic in float32 or float64 over tensors of one
 layout, and writes memory that exists before the step, or makes a temporary that only such instructions read.
-An update is closed where another instruction reads or overwrites its memory, and at each launch of a
-collective and each wait: so a data-parallel step has one update per bucket, behind the bucket's wait. Small
-updates are left to Inductor, which fuses them with their surroundings.
+An update is closed where another instruction reads or overwrites its memory. A step may have several updates.
+Small updates are left to Inductor, which fuses them with their surroundings.
 
-A gradient may be a part of a larger memory, its bucket, which an update reads and never writes.
+In a data-parallel step an update is taken apart by bucket: each parameter is updated before the first launch
+or wait that follows its last operation. A gradient is a part of a larger memory there, its bucket, which an
+update reads and never writes.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,6 +66,7 @@ class Update:
     positions: list[int]
     operations: list[Operation]
     before: int
+    origins: list[int] = dataclasses.field(default_factory=list)  # the position of each operation
 
 
 def find_updates(program: Program, signature: Signature) -> list[Update]:
@@ -89,11 +92,25 @@ def find_updates(program: Program, signature: Signature) -> list[Update]:
             break
         for position in too_early:
             del operations[position]
-    return [
-        update
-        for update in updates
-        if len(update.operations) >= MIN_OPERATIONS and _fits_kernel(program, update)
-    ]
+    large = [u for u in updates if len(u.operations) >= MIN_OPERATIONS and _fits_kernel(program, u)]
+    return [part for update in large for part in _by_bucket(program, update)]
+
+
+def _by_bucket(program: Program, update: Update) -> list[Update]:
+    """The update in parts, each before the first launch or wait behind its last operation."""
+    effects = [n for n, instruction in enumerate(program.instructions) if is_effect(instruction)]
+    ends: dict[int, int] = {}  # by lane: where its last operation was recorded
+    lane_of = {id(o): n for n, lane in enumerate(_split(program, update.operations)) for o in lane}
+    for operation, origin in zip(update.operations, update.origins, strict=True):
+        ends[lane_of[id(operation)]] = origin
+    parts: dict[int, Update] = {}
+    for operation, origin in zip(update.operations, update.origins, strict=True):
+        following = bisect.bisect(effects, ends[lane_of[id(operation)]])
+        before = min(effects[following], update.before) if following < len(effects) else update.before
+        part = parts.setdefault(before, Update(update.positions, [], before))
+        part.operations.append(operation)
+        part.origins.append(origin)
+    return [parts[before] for before in sorted(parts)]
 
 
 def _choose(program: Program, operations: Mapping[int, Sequence[Operation]]) -> set[int]:
@@ -136,7 +153,7 @@ def _group(program: Program, operations: Mapping[int, Sequence[Operation]], chos
         touched = {storage(value) for value in instruction.reads()}
         if position not in chosen:
             written = {storage(value) for value in instruction.writes}
-            if touched & writes or written & (reads | writes) or is_effect(instruction):
+            if touched & writes or written & (reads | writes):
                 close(position)
             continue
         numbers = {storage(o.number.value) for o in operations[position] if type(o.number) is Ref}
@@ -144,6 +161,7 @@ def _group(program: Program, operations: Mapping[int, Sequence[Operation]], chos
             close(position)
         update.positions.append(position)
         update.operations += operations[position]
+        update.origins += [position] * len(operations[position])
         reads |= touched
         writes |= {storage(o.result) for o in operations[position]}
     close(len(program.instructions))

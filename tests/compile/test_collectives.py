@@ -88,3 +88,18 @@ def test_inputs_are_written_where_their_new_values_are_there() -> None:
     order = list(graph.nodes)
     assert order.index(writes[0]) == order.index(new_early) + 1
     assert order.index(writes[1]) == order.index(last_read) + 1, "not before the last read of the old value"
+
+
+def test_a_new_value_that_an_update_writes_is_stored_behind_the_update() -> None:
+    graph = torch.fx.Graph()
+    state, gradient = graph.placeholder("state"), graph.placeholder("gradient")
+    decayed = graph.call_function(torch.ops.aten.mul.Tensor, (state, 0.9))
+    other = graph.call_function(torch.ops.aten.neg.default, (gradient,))
+    update = graph.call_function(torch.ops.lazystep.update.default, ([decayed], [other], None, None, "code"))
+    end = graph.call_function(torch.ops.aten.neg.default, (other,))
+    write = graph.call_function(torch.ops.aten.copy_.default, (state, decayed))
+    graph.output((end,))
+    write_early(graph)
+    graph.lint()
+    order = list(graph.nodes)
+    assert order.index(write) == order.index(update) + 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lazystep
@@ -209,3 +210,57 @@ def test_operations_have_the_kernels_numbers() -> None:
     body = text.partition("enum Operation : int {")[2].partition("};")[0]
     names = [line.strip().split(",")[0].split(" ")[0].lower() for line in body.splitlines() if line.strip()]
     assert names == [*update._OPERATIONS, "num_operations"]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank. Sums over it change nothing, so the graph needs no network either."""
+
+    def same(order: torch.Tensor, out: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return order.clone(), out.clone()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.library._scoped_library("lazystep", "IMPL") as library:
+            library.impl("launched", same, "CPU")
+            library.impl("waited", same, "CPU")
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adagrad"])
+@pytest.mark.usefixtures("alone")
+def test_a_data_parallel_step_has_one_update_per_bucket(
+    name: str, foreach: bool, lowered: type[Lowered]
+) -> None:
+    owned = parameters()
+    options = {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.1}
+    optimizer = getattr(torch.optim, name)(owned, lr=0.1, foreach=foreach, **options)
+    for _ in range(4):
+        for bucket in (owned[3:], owned[:3]):
+            flat = torch.cat([torch.sin(parameter.detach()).reshape(-1) for parameter in bucket])
+            dist.all_reduce(flat)
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.grad = part.view(parameter.shape)
+        optimizer.step()
+        optimizer.zero_grad()
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    graph = lowered.graphs[-1]
+    targets = [node.target for node in graph.graph.nodes]
+    waits = [n for n, target in enumerate(targets) if target is torch.ops.lazystep.waited.default]
+    updates = [n for n, target in enumerate(targets) if target is torch.ops.lazystep.update.default]
+    assert len(waits) == len(updates) == 2
+    assert waits[0] < updates[0] < waits[1] < updates[1]
+
+
+def test_an_update_that_reads_nothing_has_no_empty_list(lowered: type[Lowered]) -> None:
+    many = [torch.ones(3).to("lazy") for _ in range(update.MIN_OPERATIONS)]
+    torch._foreach_mul_(many, 0.5)
+    lazystep.mark_step(wait=True)
+    (node,) = updates_in(lowered.graphs[-1])
+    assert len(node.args[0]) == len(many)
+    assert node.args[1], "AOTInductor can't call an op with an empty list of tensors"

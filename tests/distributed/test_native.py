@@ -90,8 +90,10 @@ def train_natively(
     with config.override(tier=tiers[world.rank], build_after=BUILD_AFTER):
         actual = train(world, CASES[name], optimizer, "lazy", captured, num_steps, before_step)
         lazystep.wait_device_ops()
+    # The gradient of a bias before a batch norm is nothing but rounding, which has no relative error.
+    floor = 1e-3 if "batch norm" in name else 1e-30
     distances = [
-        ((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-30)).item()
+        ((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=floor)).item()
         for a, b in zip(expected.values, actual.values, strict=True)
     ]
     after = counters()
@@ -167,9 +169,12 @@ def test_200_native_steps_equal_torchs_ddp_up_to_rounding(
 
 @pytest.mark.parametrize("name", nightly([name for name, case in CASES.items() if not case.not_replayed]))
 def test_every_case_natively(lazy_pool: Pool, name: str) -> None:
-    args = ("AdamW, foreach", False, STEADY_AT + 4, ["auto"] * 2, name)
+    # AdamW would blow up the rounding of that bias.
+    optimizer = "SGD" if "batch norm" in name else "AdamW, foreach"
+    args = (optimizer, False, STEADY_AT + 4, ["auto"] * 2, name)
+    is_coarse = "fp16" in name or CASES[name].autocast is not None
     for rank in lazy_pool.run(train_natively, *args, timeout=280):
-        assert rank["distance"] < (2e-2 if "fp16" in name else 1e-3)
+        assert rank["distance"] < (3e-2 if is_coarse else 1e-3)
         assert rank["all"]["native_mismatches"] == 0
         assert rank["steady"]["native_executions"] >= 4
 
