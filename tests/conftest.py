@@ -64,6 +64,7 @@ FAST = {
     "closures/test_report.py": "example",
     "closures/test_step_closures.py": "exit|interrupt|TestSteps",
     "capture/test_footguns.py": "",
+    "capture/test_hidden_reads.py": "",
     "capture/test_host_tensors.py": "",
     "capture/test_names_around.py": "",
     "capture/test_numbers.py": "",

@@ -1,7 +1,7 @@
 """Capture: `@lazystep.step` records a step function, then replays it without running its Python.
 
-Reading order: values, arguments, traced, places, op_numbers, c_calls, surroundings, witness, ambient, guards,
-lasting, recorded, recipes, evaluation, replay, step.
+Reading order: values, arguments, traced, places, op_numbers, c_calls, surroundings, visible, witness,
+ambient, guards, lasting, recorded, recipes, evaluation, replay, step.
 What is in C is in src/, typed in _witness.pyi and _places.pyi.
 """
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import _abc  # type: ignore[import-not-found]
 import _thread
+import bisect
 import collections
 import contextvars
 import datetime
+import decimal
 import enum
 import functools
 import gc
 import io
+import itertools
 import operator
 import os
 import pickle
@@ -25,6 +28,7 @@ import socket
 import sys
 import time
 import types
+import warnings
 import weakref
 from typing import Any
 
@@ -48,6 +52,8 @@ class CallClass(enum.IntEnum):
     TYPE_OF = 8
     PASS = 9  # as MOVE, but it looks at no more than the elements of a container
     SIZE = 10  # as PASS, but at no more than its length or keys
+    CALLING = 11  # as MOVE, and calls the first of its arguments
+    SORTING = 12  # as MOVE, and compares or adds elements; may call an argument that is not the first
 
 
 _IGNORE = {isinstance, issubclass, callable, id, super, globals, locals, hash, print, weakref.ref}
@@ -63,6 +69,7 @@ _OF_OBJECTS = {
     gc.is_tracked,
     gc.is_finalized,
 }
+_ASKING = ("get", "is_", "are_", "has_")
 _STATEFUL_MODULES = frozenset(
     (
         "sys",
@@ -80,10 +87,8 @@ _STATEFUL_MODULES = frozenset(
     )
 )
 _IGNORE |= {functools.partial, property, staticmethod, classmethod, types.MethodType, _thread.get_ident}
-# They compare and add elements, which traced numbers follow.
-_MOVE = {min, max, sum}
 _PASS = {list, tuple, dict, iter, zip, enumerate, reversed}
-_COMPARING = ("index", "count", "remove", "sort", "__eq__", "__contains__")
+_COMPARING = ("index", "count", "remove", "__eq__", "__contains__")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _GETATTR = {getattr, hasattr, object.__getattribute__, type.__getattribute__}
 _SETATTR = {setattr, delattr, object.__setattr__, object.__delattr__}
@@ -181,8 +186,13 @@ def tells_state(function: Any) -> bool:
     if not _is_of_module(function):
         return False
     module, name = str(function.__module__ or ""), str(function.__name__).lstrip("_")
-    is_setting = module in _STATEFUL_MODULES and name.startswith(("get", "is_", "are_", "has_", "isenabled"))
+    is_setting = module in _STATEFUL_MODULES and name.startswith((*_ASKING, "isenabled"))
     return is_setting and function not in _IGNORE | _OF_OBJECTS
+
+
+def is_asking(name: str) -> bool:
+    """Whether a Python function of this name returns a setting, and does little else."""
+    return name == "__get__" or name.startswith(_ASKING) or name.endswith("enabled")
 
 
 def may_tell_state(function: Any) -> bool:
@@ -209,22 +219,57 @@ def _is_torch_function(function: Any) -> bool:
     return is_of_torch and (hasattr(torch._C._VariableFunctions, name) or function is torch.from_numpy)
 
 
-def is_calling(function: Any) -> bool:
-    """Whether a function calls another one that it is given."""
-    return _is_in(function, _CALLING)
+def is_warning(function: Any) -> bool:
+    """Whether a function warns, which may raise."""
+    return _is_in(function, _WARNING)
+
+
+def warning_filters() -> tuple[Any, ...]:
+    """What happens to warnings."""
+    return tuple(warnings.filters)
+
+
+def is_formatting(function: Any) -> bool:
+    """Whether a function fills a text, and may take attributes of attributes of what it is given."""
+    return getattr(function, "__name__", "") in ("format", "format_map") and (
+        getattr(function, "__objclass__", None) is str or isinstance(getattr(function, "__self__", None), str)
+    )
+
+
+def is_decimal(function: Any) -> bool:
+    """Whether a function computes with decimal numbers."""
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    kinds = (decimal.Decimal, decimal.Context)
+    is_kind = isinstance(owner, type) and issubclass(owner, kinds)
+    return function is decimal.Decimal or is_kind or isinstance(owner, kinds)
+
+
+class DecimalSettings:
+    """Tells the settings of a decimal context; without one, of the thread's."""
+
+    def __init__(self, context: decimal.Context | None) -> None:
+        self.context = context
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Precision, rounding, limits and traps."""
+        context = decimal.getcontext() if self.context is None else self.context
+        limits = context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
+        return *limits, *(signal.__name__ for signal, is_trapped in context.traps.items() if is_trapped)
 
 
 def classify(function: Any) -> CallClass:
     """How to treat the arguments of a call of this object, which may run no Python code."""
-    if can_follow(function):
+    if can_follow(function) or function is gc.get_threshold:
         return CallClass.FOLLOW
     if is_impure(function) or function is next or reads_generator(function) or asks_for_offset(function):
         return CallClass.TOLD
-    if isinstance(function, _TOLD_TYPES) or _is_in(function, _TOLD):
+    if isinstance(function, _TOLD_TYPES) or _is_in(function, _TOLD) or is_decimal(function):
         return CallClass.TOLD
     for functions, found in _CLASSES:
         if _is_in(function, functions):
             return found
+    if is_warning(function) or is_formatting(function):
+        return CallClass.TOLD
     if function is type:
         return CallClass.TYPE_OF
     if tells_state(function):
@@ -246,6 +291,8 @@ def classify(function: Any) -> CallClass:
     name = getattr(function, "__name__", "")
     if name in ("keys", "__len__"):
         return CallClass.SIZE
+    if name == "sort":
+        return CallClass.SORTING
     return CallClass.MOVE if name in _COMPARING else CallClass.PASS
 
 
@@ -262,7 +309,6 @@ _OP_OWNERS = (torch._C.TensorBase, torch.Tensor)
 _OP_MODULES = tuple(
     f"torch._C.{name}" for name in ("_nn", "_fft", "_linalg", "_special", "_nested", "_sparse")
 )
-# They call a function that they are given.
 _GENERATOR_STATE = (
     "get_state",
     "set_state",
@@ -272,11 +318,17 @@ _GENERATOR_STATE = (
     "set_offset",
     "clone_state",
 )
-_CALLING = {map, filter, sorted, functools.reduce}
-_TOLD = _CALLING | {vars, contextvars.ContextVar.get, contextvars.ContextVar.set}
+_CALLING = {map, filter, functools.reduce, itertools.starmap}
+_CALLING |= {itertools.takewhile, itertools.dropwhile, itertools.filterfalse}
+# They compare and add elements, which traced numbers follow.
+_SORTING = {sorted, min, max, sum, itertools.accumulate, itertools.groupby}
+_SORTING |= {bisect.bisect_left, bisect.bisect_right, bisect.insort_left, bisect.insort_right}
+_WARNING = {warnings.warn, warnings.warn_explicit}
+_TOLD = {vars, contextvars.ContextVar.get, contextvars.ContextVar.set}
 _CLASSES = (
     (_IGNORE, CallClass.IGNORE),
-    (_MOVE, CallClass.MOVE),
+    (_CALLING, CallClass.CALLING),
+    (_SORTING, CallClass.SORTING),
     (_PASS, CallClass.PASS),
     ({len}, CallClass.SIZE),
     (_GETATTR, CallClass.GETATTR),

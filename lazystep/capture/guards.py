@@ -53,6 +53,7 @@ class Check(enum.IntEnum):
     SIZE = 5
     KEYS = 6
     SAME_AS = 7
+    UNLIKE = 8
 
 
 _GETS = {
@@ -114,6 +115,7 @@ class Guards:
         self._versions: list[tuple[int, Version]] = []  # of CPU tensors
         for place in witness.reads:
             self._add(place, place in witness.contents)
+        self._add_identities(witness)
         # The objects that are in caches, which are kept here: no other object has their ids.
         self._caches = [(cache, _contents_of(cache)) for cache in witness.caches.values()]
         self._told = list(witness.told.items())
@@ -170,6 +172,31 @@ class Guards:
             self._names.append(place)
             self._add_output(position, found, has_contents)
         return number
+
+    def _add_identities(self, witness: Witness) -> None:
+        """Containers that must be certain objects, and those that must stay apart.
+
+        A number that is written into one list is not what a replay reads from another, unless they are one.
+        """
+        for place in witness.identified_places:
+            self._add_again(place, Check.IS, self._before[place].value)
+        by_key: dict[Any, dict[Place, None]] = {}
+        for place in {**witness.reads, **witness.writes}:
+            if type(place.container) is Place and place.kind is Kind.ITEM:
+                by_key.setdefault((type(place.key), place.key), {})[place.container] = None
+        for place in witness.writes:
+            if type(place.container) is not Place or place.kind is not Kind.ITEM:
+                continue
+            written = place.container
+            for other in by_key[type(place.key), place.key]:
+                values = [self._before[one].value for one in (written, other)]
+                if values[0] is not values[1] and type(values[0]) is type(values[1]):
+                    self._add_again(other, Check.UNLIKE, self._add(written, False))
+
+    def _add_again(self, place: Place, check: Check, expected: Any) -> None:
+        row = self._rows[self._add(place, False)]
+        self._rows.append((row[0], check, False, *row[3:6], expected))
+        self._places.append(place)
 
     def _check(self, place: Place, found: Found, has_contents: bool) -> tuple[Check, Any, bool]:
         value = found.value
@@ -344,6 +371,8 @@ def _describe(place: Place, before: Found, check: Check) -> str:
             old = before.detail[1] if check is Check.SIZE else len(before.detail[1])
             return f"the length of {place.name} from {old} to {len(now)}"
         return f"the keys of {place.name}"
+    if check is Check.UNLIKE:
+        return f"{place.name}, which was another object than one that the step writes,"
     if check is Check.SAME_AS:
         return f"{place.name}, which was one object with another place,"
     old, new = describe(before.value), describe(now)

@@ -9,6 +9,7 @@ Reading and writing a place runs none of the user's code: no property, no `__get
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +74,7 @@ class Place:
             if kind is Kind.SLOT:
                 return self.key.__get__(base, type(base))
             if kind is Kind.WEAK:
-                return base()
+                return weakref.ref.__call__(base)  # a subclass may return something else
             if kind is Kind.CONTEXT:
                 return base.get()
             if kind is Kind.GRAD and not base.is_leaf:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._places import is_same
+
 _SIMPLE = (
     bool,
     int,
@@ -33,7 +35,7 @@ _SIMPLE = (
 )
 CONTAINERS = (list, tuple, dict, collections.deque)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-BUFFERS = (set, bytearray, array.array, np.ndarray, memoryview)
+BUFFERS = (set, bytearray, array.array, np.ndarray, np.void, memoryview)
 MAX_COMPARED = 1 << 20  # bytes of an array: comparing a larger one could take longer than the step
 _MAX_TENSOR = 1 << 16  # bytes of a CPU tensor that is compared as a whole
 
@@ -42,20 +44,42 @@ def is_simple(value: Any) -> bool:
     """Whether a value can't change and is compared by what it is."""
     if isinstance(value, (tuple, frozenset)) and not isinstance(value, torch.Size):
         return all(map(is_simple, value))
-    return isinstance(value, _SIMPLE) and not isinstance(value, enum.Enum)
+    # A record of an array's shares its memory.
+    return isinstance(value, _SIMPLE) and not isinstance(value, (enum.Enum, np.void))
 
 
 def contents_of(container: Any) -> Any:
     """What is in a set or an array now, to be compared with `==`. Keeps nothing of a large array."""
     if isinstance(container, np.ndarray):
         if container.dtype.hasobject:
-            return container.shape, [id(element) for element in container.ravel()]
+            return container.shape, [_Same(element) for element in container.ravel()]
         return container.dtype, container.shape, container.tobytes()
+    if isinstance(container, np.void):
+        return container.dtype, container.tobytes()
     if isinstance(container, array.array):
         return container.typecode, container.tobytes()
-    if isinstance(container, (bytearray, memoryview)):
+    if isinstance(container, memoryview):
+        return container.format, container.shape, container.tobytes()
+    if isinstance(container, bytearray):
         return bytes(container)
-    return type(container), frozenset((type(element), element) for element in container)
+    return type(container), [_Same(element) for element in container]  # code may depend on their order
+
+
+class _Same:
+    """An element, compared by what it is if that can't change, and else by identity. Keeps it alive."""
+
+    __slots__ = ("element",)
+
+    def __init__(self, element: Any) -> None:
+        self.element = element
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same) or self.element is other.element:
+            return isinstance(other, _Same)
+        are_simple = is_simple(self.element) and is_simple(other.element)
+        return are_simple and bool(is_same(self.element, other.element))
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def state_of_generator(generator: Any) -> Any:

@@ -11,12 +11,14 @@ identity only; what such code reads from the user's objects is compared like eve
 from __future__ import annotations
 
 import _thread
+import decimal
 import dis
 import functools
 import gc
 import inspect
 import operator
 import os
+import string
 import sys
 import sysconfig
 import types
@@ -30,7 +32,7 @@ import torch
 from ..record.handle import Memory
 from ..record.source import is_ours, user_line
 from ..record.tensor import find_handle
-from . import _witness, c_calls
+from . import _witness, c_calls, visible
 from ._places import is_same
 from .places import MISSING, Kind, Place, Places
 from .surroundings import Surroundings
@@ -44,6 +46,9 @@ _FOLLOW, _OUTSIDE = 1, 2
 _HIDDEN, _USERS, _FOREIGN, _COVER, _OPS = 0, 1, 2, 3, 4
 
 _MAX_ELEMENTS = 50_000
+_MOVED: tuple[type, ...] = (*CONTAINERS, *BUFFERS, frozenset, types.MappingProxyType, Iterator)
+_MOVED += (types.SimpleNamespace, decimal.Decimal)
+_NONE = object()
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _KNOWN_PACKAGES = frozenset(("torch", "lazystep", "numpy", "builtins"))
@@ -97,6 +102,7 @@ class Witness:
         self.contents: dict[Place, None] = {}  # sets and arrays that were looked at
         self.present: set[Place] = set()  # of which only is compared that something is there
         self.compares_tensors = False  # whether two tensors are one
+        self.identified_places: set[Place] = set()  # containers of which it matters which one they are
         self.pinned: set[Place] = set()  # of values that C code has looked at
         self.numbers: set[Place] = set()  # places of numbers that were followed
         self.shallow: set[Place] = set()  # of other packages: compared by identity
@@ -117,12 +123,16 @@ class Witness:
         self._deep: set[Place] = set()  # containers that were looked at with all that is in them
         self._classes: set[type] = set()
         self._num_elements = 0
+        self._threshold: tuple[int, int, int] = (0, 0, 0)
+        self._oldest: list[Any] = []
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roots: list[Any]) -> Any:
         """Call the function and look on. `roots`: objects of its arguments."""
-        # A collection in mid-call would run finalizers and callbacks that are none of the step's code.
-        is_collecting = gc.isenabled()
-        gc.disable()
+        # A collection in mid-call would run finalizers and callbacks that are none of the step's code. Not by
+        # `gc.disable`, because the step may ask for that, and do it.
+        self._threshold = gc.get_threshold()
+        gc.set_threshold(0)
+        self._oldest = []  # the first object of the call: see `_is_made`
         _witness.begin(self, TracedFloat, TracedInt, torch.Tensor)
         try:
             for root in (function, os.environ, *roots):
@@ -133,8 +143,8 @@ class Witness:
             return _witness.call(function, args, kwargs)
         finally:
             failure = _witness.end()
-            if is_collecting:
-                gc.enable()
+            if gc.get_threshold()[0] == 0:  # else the step has set another one
+                gc.set_threshold(*self._threshold)
             if failure is not None:
                 self.refuse(f"looking on failed, which is a bug of lazystep: {failure!r}")
                 self.failure = failure
@@ -165,6 +175,8 @@ class Witness:
         file = code.co_filename
         if file.startswith("<frozen importlib") or str(names.get("__name__")).startswith("namedtuple_"):
             return _HIDDEN
+        if file == visible.FILE:
+            return _USERS
         if is_ours(code):
             # What torch's code does for us, such as deciding an op, says nothing of the step.
             if file == _MODE:
@@ -193,6 +205,44 @@ class Witness:
             if defaults:
                 self._meet(defaults, place)
                 self.whole(defaults)
+
+    def entered_elsewhere(self, function: types.FunctionType) -> None:
+        """A function of another package runs that shares variables with the functions around it."""
+        if not function.__code__.co_filename.startswith(_TORCH):
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                _witness.add(cell)
+                self.places.at(cell, None, Kind.CELL, repr(name))
+
+    def returned(self, value: Any) -> None:
+        """Code of another package has returned an object that others hold, too."""
+        if not self._is_made(value):
+            self._meet(value, None)
+
+    def _is_made(self, value: Any) -> bool:
+        """Whether the call itself has made an object.
+
+        Python keeps new objects that may be part of a cycle in a list, youngest last, until a collection.
+        """
+        if not gc.is_tracked(value):
+            return not isinstance(value, (dict, *BUFFERS))
+        young = gc.get_objects(generation=0)
+        for number in range(len(young) - 1, -1, -1):
+            if young[number] is value:
+                return True
+            if young[number] is self._oldest:
+                break
+        return False
+
+    def super_base(self, this: type, owner: Any, name: str) -> type | None:
+        """The class in which `super(this, owner).name` is found."""
+        kind = owner if isinstance(owner, type) and issubclass(owner, this) else type(owner)
+        order = kind.__mro__
+        for base in order[order.index(this) + 1 :] if this in order else ():
+            if name in base.__dict__:
+                return base
+            if not self._is_foreign(base.__module__):
+                self._note(self.places.at(base, name, Kind.CLASS))
+        return None
 
     def read(self, kind: int, owner: Any, key: Any) -> int:
         """A place is read. Answers how to treat the value."""
@@ -232,7 +282,8 @@ class Witness:
             return
         place = self._place(kind, owner, key)
         if place is None or place not in self.writes:  # else it is the call's own
-            self._meet(value, place)
+            is_there = place is not None and place.get() is value  # and not what a descriptor has made of it
+            self._meet(value, place if is_there else None)
 
     def whole(self, value: Any) -> None:
         """C code looks at an object as a whole."""
@@ -241,6 +292,9 @@ class Witness:
         if isinstance(value, types.FunctionType):
             for name in value.__dict__:
                 self._read_whole_attribute(value, name)
+            return
+        if isinstance(value, (decimal.Decimal, decimal.Context)):
+            self._note_decimals(value)
             return
         if c_calls.is_harmless(value) and not isinstance(
             value, (*BUFFERS, *GENERATORS, types.MappingProxyType)
@@ -290,10 +344,15 @@ class Witness:
 
     def moved(self, value: Any) -> None:
         """C code looks at an object or passes it on: what is in it matters if it is a container or array."""
-        if isinstance(
-            value, (*CONTAINERS, *BUFFERS, frozenset, types.MappingProxyType, Iterator, types.SimpleNamespace)
-        ):
+        if isinstance(value, _MOVED):
             self.whole(value)
+
+    def _note_decimals(self, value: Any) -> None:
+        """What decimal numbers become depends on a context: that of the thread, or the one that is used."""
+        context = value if isinstance(value, decimal.Context) else None
+        if not any(getattr(function, "context", _NONE) is context for function, _ in self.told):
+            settings = c_calls.DecimalSettings(context)
+            self.told[settings, ()] = settings()
 
     def passed(self, value: Any) -> None:
         """The elements of a container are passed on, as objects."""
@@ -334,7 +393,10 @@ class Witness:
     def called(self, function: Any, args: tuple[Any, ...]) -> int:
         """A function in C is called that `c_calls` wants to know of. Answers whether it keeps results."""
         is_outside = _witness.is_outside(function)
-        if isinstance(function, functools.partial):
+        if c_calls.is_decimal(function):
+            self._note_decimals(getattr(function, "__self__", None))
+            pinned(list(args))
+        elif isinstance(function, functools.partial):
             given = (*function.args, *args)
             if function.func in (getattr, hasattr) and len(given) > 1 and _witness.is_outside(given[0]):
                 self._read_whole_attribute(given[0], given[1])
@@ -376,22 +438,17 @@ class Witness:
         elif c_calls.tells_state(function):
             if self._is_called_by_the_user(sys._getframe(2), args) and (function, args) not in self.told:
                 self.told[function, args] = function(*args)
-        elif c_calls.is_calling(function):
-            if any(
-                callable(arg) and not isinstance(arg, (types.FunctionType, types.MethodType)) for arg in args
-            ):
-                pinned(list(args))  # a function in C gets the numbers
-            for arg in args:
-                if _witness.is_outside(arg):
-                    self.moved(arg)
         elif function is next:
             if args and _witness.is_outside(args[0]):
                 self.taken(args[0])
         elif isinstance(function, types.MethodWrapperType):
             self._call_wrapper(function, args)
         elif isinstance(function, weakref.ref):
-            if _witness.is_outside(function):
-                self._note(self.places.at(function, None, Kind.WEAK, "a weak reference"))
+            self._call_reference(function)
+        elif c_calls.is_warning(function):
+            self.told[c_calls.warning_filters, ()] = c_calls.warning_filters()
+        elif c_calls.is_formatting(function):
+            self._format(function, args)
         elif isinstance(function, operator.attrgetter):
             self._call_getter(function, args)
         elif args:  # of a context variable
@@ -409,9 +466,16 @@ class Witness:
             )
 
     def _is_called_by_the_user(self, frame: types.FrameType, args: tuple[Any, ...]) -> bool:
-        """Whether code that is neither torch's nor ours calls a function, with plain values."""
-        is_torch = frame.f_code.co_filename.startswith(_TORCH)
-        return not is_torch and not is_ours(frame.f_code) and all(map(is_simple, args))
+        """Whether code that is neither torch's nor ours calls a function, with plain values.
+
+        It may do so by a function of torch's that asks for it: `torch.backends.cuda.flash_sdp_enabled`.
+        """
+        asking: types.FrameType | None = frame
+        if frame.f_code.co_filename.startswith(_TORCH) and c_calls.is_asking(frame.f_code.co_name):
+            asking = frame.f_back
+        if asking is None or asking.f_code.co_filename.startswith(_TORCH) or is_ours(asking.f_code):
+            return False
+        return all(map(is_simple, args))
 
     def pin(self, number: Any) -> Any:
         """C code takes a traced number: the plain one."""
@@ -426,8 +490,16 @@ class Witness:
         return self._trace.number(value, value)
 
     def follow(self, function: Any) -> Any:
-        """The version of a function that follows numbers."""
-        return following(function)
+        """The version of a function that follows numbers, or that knows what the witness has changed."""
+        return self._get_threshold if function is gc.get_threshold else following(function)
+
+    def _get_threshold(self) -> tuple[int, int, int]:
+        self.told[gc.get_threshold, ()] = self._threshold
+        return self._threshold
+
+    def visible(self, function: Any) -> Any:
+        """A function that does the same as one in C, and whose doing is seen."""
+        return visible.caller(function)
 
     def call_of(self, value: Any) -> None:
         """An object is called or entered: its class says what that does."""
@@ -454,6 +526,12 @@ class Witness:
         """Whether two tensors are one is asked."""
         self.compares_tensors = True
 
+    def identified(self, container: Any) -> None:
+        """Whether a container is a certain object is asked: an equal one is not as good."""
+        place = self._origins.get(id(container))
+        if place is not None:
+            self.identified_places.add(place)
+
     def matched(self, subject: Any, names: tuple[str, ...], num_positional: int) -> None:
         """A `match` statement takes attributes of an object."""
         for name in names:
@@ -469,8 +547,16 @@ class Witness:
                 "would not; take from it outside and pass what you get as an argument"
             )
 
-    def imported(self, name: str, names: dict[str, Any]) -> None:
+    def imported(self, name: str, names: dict[str, Any], level: int) -> None:
         """A module is imported inside the call. It is met as the value that the import returns."""
+        if level:
+            above = (names.get("__package__") or "").rsplit(".", level - 1)[0]
+            name = f"{above}.{name}" if name else above
+        parts = name.split(".")
+        for number in range(1, len(parts) + 1):
+            place = self.places.at(sys.modules, ".".join(parts[:number]), Kind.ITEM)
+            self._note(place)
+            self.shallow.add(place)
 
     # -- places --------------------------------------------------------------------------------------------
 
@@ -623,6 +709,8 @@ class Witness:
         if is_bound and not isinstance(value.__self__, types.ModuleType):
             self._meet(value.__self__, None)
         _witness.add(value)
+        if type(value) in weakref.ProxyTypes:
+            self._meet(_witness.behind(value), None)
         if not isinstance(value, torch.Tensor):
             self._kept.append(value)
             self._met_ids.add(id(value))
@@ -674,9 +762,10 @@ class Witness:
             self._note_and_meet(self._item(value, key), element, is_deep)
 
     def _whole_buffer(self, value: Any, place: Place) -> None:
-        if isinstance(value, np.ndarray) and value.nbytes > MAX_COMPARED:
+        if getattr(value, "nbytes", 0) > MAX_COMPARED:
+            what = "a NumPy array" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
             self.refuse(
-                f"it uses {place.name}, a NumPy array that is too large to be compared in each call; pass "
+                f"it uses {place.name}, {what} that is too large to be compared in each call; pass "
                 "it as an argument"
             )
             return
@@ -727,8 +816,28 @@ class Witness:
         elif not isinstance(value, torch.nn.Module):
             self.whole(value)
 
+    def _call_reference(self, reference: Any) -> None:
+        if _witness.is_outside(reference):
+            place = self.places.at(reference, None, Kind.WEAK, "a weak reference")
+            self._note(place)
+            if (value := weakref.ref.__call__(reference)) is not None:
+                self._meet(value, place)
+
+    def _format(self, function: Any, args: tuple[Any, ...]) -> None:
+        """A text with places is filled: it may take attributes of attributes of what it is given."""
+        text = function.__self__ if isinstance(getattr(function, "__self__", None), str) else args[0]
+        fields = [field or "" for _, field, _, _ in string.Formatter().parse(text)]
+        if any("." in field or "[" in field for field in fields):
+            self.refuse(f"it formats a text that names attributes at {user_line(2)}; use an f-string")
+        for arg in args:
+            if _witness.is_outside(arg):
+                self.whole(arg)
+
     def _call_wrapper(self, wrapper: Any, args: tuple[Any, ...]) -> None:
         owner, name = wrapper.__self__, wrapper.__name__
+        if isinstance(owner, weakref.ref) and name == "__call__":
+            self._call_reference(owner)
+            return
         if args and isinstance(args[0], str) and name in ("__getattribute__", "__setattr__", "__delattr__"):
             if name == "__getattribute__":
                 self._read_attribute(owner, args[0])

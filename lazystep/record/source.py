@@ -29,7 +29,8 @@ _is_internal: dict[CodeType, bool] = {}
 def _classify(code: CodeType) -> bool:
     path = code.co_filename
     is_package = path.startswith(_PACKAGES) and not path.startswith(tuple(_users))
-    internal = is_package or path.startswith("<frozen ") or any(name in path for name in _READERS)
+    internal = is_package or path.startswith(("<frozen ", "<lazystep"))
+    internal |= any(name in path for name in _READERS)
     if path.startswith(_STDLIB) and not any(name in path for name in _SITE):
         internal = True
     _is_internal[code] = internal

@@ -35,6 +35,7 @@ static Operation operation_of(int opcode, int oparg)
     case LOAD_FROM_DICT_OR_GLOBALS: DOES(DO_READ_NAME, oparg);
     case LOAD_FROM_DICT_OR_DEREF: DOES(DO_READ_CELL, oparg);
     case LOAD_ATTR: DOES((oparg & 1) ? DO_READ_METHOD : DO_READ_ATTRIBUTE, oparg >> 1);
+    case LOAD_SUPER_ATTR: DOES((oparg & 1) ? DO_READ_SUPER_METHOD : DO_READ_SUPER, oparg >> 2);
     case BINARY_SLICE: DOES(DO_READ_SLICE, 0);
     case STORE_SLICE: DOES(DO_WRITE_SLICE, 0);
     case POP_JUMP_IF_FALSE:

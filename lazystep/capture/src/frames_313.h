@@ -37,6 +37,9 @@ static Operation operation_of(int opcode, int oparg)
     case LOAD_GLOBAL: return (Operation){DO_READ_GLOBAL, 1 + (oparg & 1), -1, oparg >> 1};
     case LOAD_ATTR:
         return (Operation){(oparg & 1) ? DO_READ_METHOD : DO_READ_ATTRIBUTE, 1 + (oparg & 1), -1, oparg >> 1};
+    case LOAD_SUPER_ATTR:
+        return (Operation){
+            (oparg & 1) ? DO_READ_SUPER_METHOD : DO_READ_SUPER, 1 + (oparg & 1), -1, oparg >> 2};
     case LOAD_FROM_DICT_OR_GLOBALS: DOES(DO_READ_NAME, oparg);
     case LOAD_FROM_DICT_OR_DEREF: DOES(DO_READ_CELL, oparg);
     case BINARY_SLICE: DOES(DO_READ_SLICE, 0);

@@ -28,6 +28,8 @@ enum {
     DO_DELETE_CELL,
     DO_READ_ATTRIBUTE,   /* owner */
     DO_READ_METHOD,      /* owner; pushes two */
+    DO_READ_SUPER,       /* super, class, object */
+    DO_READ_SUPER_METHOD, /* the same; pushes two */
     DO_WRITE_ATTRIBUTE,  /* value, owner */
     DO_DELETE_ATTRIBUTE, /* owner */
     DO_READ_ITEM,        /* owner, key */
@@ -51,7 +53,7 @@ enum {
     DO_MATCH_KEYS,       /* value, keys */
     DO_MATCH_CLASS,      /* value, class, names; arg are positional */
     DO_ENTER,            /* context manager */
-    DO_IMPORT,
+    DO_IMPORT,           /* level, names */
     DO_IMPORT_FROM,      /* module */
     DO_MAKE_FUNCTION,
     DO_CALL,             /* callable and arg arguments, see `callable_of` */

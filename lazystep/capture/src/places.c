@@ -16,10 +16,10 @@ static int is_same(PyObject *a, PyObject *b)
     if (Py_TYPE(a) != Py_TYPE(b)) {
         return 0;
     }
-    if (PyFloat_CheckExact(a)) {
+    if (PyFloat_Check(a)) { /* also NumPy's */
         return memcmp(&((PyFloatObject *)a)->ob_fval, &((PyFloatObject *)b)->ob_fval, sizeof(double)) == 0;
     }
-    if (PyComplex_CheckExact(a)) {
+    if (PyComplex_Check(a)) {
         return memcmp(&((PyComplexObject *)a)->cval, &((PyComplexObject *)b)->cval, sizeof(Py_complex)) == 0;
     }
     if (PyTuple_Check(a)) {
@@ -34,6 +34,25 @@ static int is_same(PyObject *a, PyObject *b)
             }
         }
         return 1;
+    }
+    if (PyFrozenSet_CheckExact(a)) { /* equal sets may differ in the order and the types of their elements */
+        PyObject *elements = PySequence_Tuple(a), *others = PySequence_Tuple(b);
+        int same = elements == NULL || others == NULL ? -1 : is_same(elements, others);
+        Py_XDECREF(elements);
+        Py_XDECREF(others);
+        return same;
+    }
+    if (PyObject_CheckBuffer(a) && !PyBytes_Check(a)) { /* another number of NumPy's, by its bits */
+        PyObject *bytes = PyBytes_FromObject(a), *others = PyBytes_FromObject(b);
+        int same = bytes == NULL || others == NULL ? -1 : PyObject_RichCompareBool(bytes, others, Py_EQ);
+        Py_XDECREF(bytes);
+        Py_XDECREF(others);
+        if (same < 0) {
+            PyErr_Clear();
+        }
+        else {
+            return same;
+        }
     }
     int equal = PyObject_RichCompareBool(a, b, Py_EQ);
     if (equal < 0) { /* an object that can't be compared has changed */
@@ -180,6 +199,8 @@ static int fits(const Row *row, PyObject *value, PyObject **values)
         return (PyObject *)Py_TYPE(value) == row->expected && has_keys(value, row->keys);
     case SAME_AS:
         return value == values[row->size];
+    case UNLIKE:
+        return value != values[row->size];
     default:
         return 0;
     }
@@ -297,7 +318,7 @@ static void find_needed(Plan *plan)
         if (row->parent >= 0) {
             plan->rows[row->parent].is_needed = 1;
         }
-        if (row->check == SAME_AS) {
+        if (row->check == SAME_AS || row->check == UNLIKE) {
             plan->rows[row->size].is_needed = 1;
         }
         if (row->get == WEAK) {
@@ -346,7 +367,7 @@ static int initialize(Plan *plan, PyObject *args, PyObject *kwargs)
             }
             expected = type;
         }
-        else if (row->check == SAME_AS) {
+        else if (row->check == SAME_AS || row->check == UNLIKE) {
             row->size = PyLong_AsSsize_t(expected);
             if (row->size >= i) {
                 PyErr_SetString(PyExc_ValueError, "a row compares itself with a later one");

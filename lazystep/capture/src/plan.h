@@ -7,7 +7,7 @@
 /* How a row gets its value. Mirrored in capture/guards.py. */
 enum { DICT_ITEM, ITEM, CELL, SLOT, CLASS, ATTRIBUTE, OBJECT, WEAK, CONTEXT, TYPE_OF, GRAD, NO_GRAD };
 /* What it checks. */
-enum { ANY, IS, VALUE, HAS_TYPE, MISSING, SIZE, KEYS, SAME_AS };
+enum { ANY, IS, VALUE, HAS_TYPE, MISSING, SIZE, KEYS, SAME_AS, UNLIKE };
 
 typedef struct {
     int get;
@@ -17,9 +17,9 @@ typedef struct {
     Py_ssize_t parent; /* the row whose value is the container, or -1 */
     PyObject *container;
     PyObject *key;
-    PyObject *expected; /* SAME_AS: the number of the other row */
+    PyObject *expected; /* SAME_AS, UNLIKE: the number of the other row */
     PyObject *keys;     /* KEYS: a tuple */
-    Py_ssize_t size;    /* SIZE, KEYS, SAME_AS */
+    Py_ssize_t size;    /* SIZE, KEYS, SAME_AS, UNLIKE */
     Py_ssize_t output;  /* the number of an output row among the outputs */
 } Row;
 

@@ -119,9 +119,14 @@ static void table_clear(Table *table)
 /* ---- the state of a witnessed call -------------------------------------------------------------------- */
 
 /* Kinds of places, told to the sink. */
-enum { ATTRIBUTE, ITEM, GLOBAL, CELL, RESULT = -1, METHOD = -2, NOTHING = -3, MADE = -4, UNPACKED = -5 };
+enum {
+    ATTRIBUTE, ITEM, GLOBAL, CELL,
+    RESULT = -1, METHOD = -2, NOTHING = -3, MADE = -4, UNPACKED = -5, RETURNED = -6
+};
 /* What the sink answers to `read`: numbers there are followed; objects there are outside. */
 enum { FOLLOW = 1, OUTSIDE = 2 };
+/* The value is the class's own if it is what the class has under this name, and else an object's. */
+enum { IF_OF_CLASS = 4 };
 /* Flags of an outside object: all of it was told; its function was entered; it was passed on. */
 enum { WHOLE = 1, ENTERED = 2, MOVED = 4, PASSED = 8, SIZED = 16 };
 /* What the sink answers to `code_kind`. */
@@ -140,7 +145,9 @@ enum {
     GETITEM,   /* dict.get, dict.setdefault, dict.__getitem__: one item */
     TYPE_OF,   /* type(x) */
     PASS,      /* as MOVE, but it looks at no more than the elements of a container */
-    SIZE       /* as PASS, but at no more than its length or keys */
+    SIZE,      /* as PASS, but at no more than its length or keys */
+    CALLING,   /* as MOVE, and calls the first of its arguments */
+    SORTING    /* as MOVE, and compares or adds elements; may call an argument that is not the first */
 };
 
 typedef struct {
@@ -159,6 +166,7 @@ typedef struct {
     PyObject *key;
     unsigned flags;
     int keeps; /* a function in C is called that keeps what the functions return that it calls */
+    int is_from_elsewhere; /* the frame that it has called last was of code that is not the user's */
 } Level;
 
 static struct {
@@ -267,6 +275,20 @@ static void expect_value(Level *level, int kind, PyObject *owner, PyObject *key,
     level->flags = flags;
 }
 
+/* The object for which a weak proxy stands, or None: a new reference. */
+static PyObject *behind(PyObject *proxy)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *object = NULL;
+    if (PyWeakref_GetRef(proxy, &object) < 0) {
+        PyErr_Clear();
+    }
+    return object == NULL ? Py_NewRef(Py_None) : object;
+#else
+    return Py_NewRef(PyWeakref_GET_OBJECT(proxy));
+#endif
+}
+
 /* Tell of a read, once for each place. Returns the sink's answer, or -1. */
 static int note_read(int kind, PyObject *owner, PyObject *key)
 {
@@ -295,6 +317,12 @@ static int read_place(Level *level, int kind, PyObject *owner, PyObject *key)
 
 static int note_write(int kind, PyObject *owner, PyObject *key, PyObject *value)
 {
+    if (PyWeakref_CheckProxy(owner)) {
+        PyObject *object = behind(owner);
+        int done = object == NULL || object == Py_None ? 0 : note_write(kind, object, key, value);
+        Py_XDECREF(object);
+        return done;
+    }
     if (value != NULL && is_traced(value) &&
         tell_void("stored", Py_BuildValue("(iOO)", kind, owner, key ? key : Py_None)) < 0) {
         return -1;
@@ -488,127 +516,6 @@ static void expect_result(Level *level, PyObject *self, PyObject **args, Py_ssiz
     }
 }
 
-/* A call of something that may run no Python frame. `callable` and `args` are slots of the value stack. */
-static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssize_t num_args)
-{
-    int kind = classify(*callable);
-    if (kind < 0) {
-        return -1;
-    }
-    PyObject *self = PyCFunction_Check(*callable) ? PyCFunction_GET_SELF(*callable) : NULL;
-    if (self != NULL && (PyModule_Check(self) || PyType_Check(self))) {
-        self = NULL;
-    }
-    switch (kind) {
-    case GETATTR:
-        if (num_args >= 2 && PyUnicode_Check(args[1])) {
-            if (find_outside(args[0]) != NULL) {
-                /* Interned, so that the name is the same object wherever it is used. */
-                PyObject *name = Py_NewRef(args[1]);
-                PyUnicode_InternInPlace(&name);
-                int done = read_place(level, ATTRIBUTE, args[0], name);
-                Py_DECREF(name);
-                return done;
-            }
-            return 0;
-        }
-        break;
-    case SETATTR:
-        if (num_args >= 2 && PyUnicode_Check(args[1])) {
-            PyObject *name = Py_NewRef(args[1]);
-            PyUnicode_InternInPlace(&name);
-            int done = note_write(ATTRIBUTE, args[0], name, num_args > 2 ? args[2] : NULL);
-            Py_DECREF(name);
-            return done;
-        }
-        break;
-    case GETITEM: {
-        PyObject *owner = self != NULL ? self : num_args ? args[0] : NULL;
-        PyObject **key = self != NULL ? args : args + 1;
-        if (owner != NULL && num_args >= (self != NULL ? 1 : 2) && PyDict_Check(owner)) {
-            if (pin(key) < 0) {
-                return -1;
-            }
-            return find_outside(owner) != NULL ? read_place(level, ITEM, owner, *key) : 0;
-        }
-        break;
-    }
-    case SWAP_IT: {
-        int any = 0;
-        for (Py_ssize_t i = 0; i < num_args; i++) {
-            any |= is_traced(args[i]);
-        }
-        if (any) {
-            PyObject *other = tell("follow", Py_BuildValue("(O)", *callable));
-            if (other == NULL) {
-                return -1;
-            }
-            put(callable, other);
-        }
-        return 0;
-    }
-    case TYPE_OF:
-        if (num_args && is_traced(args[0])) {
-            PyObject *plain = tell("plain", Py_BuildValue("(O)", args[0]));
-            if (plain == NULL) {
-                return -1;
-            }
-            put(&args[0], plain);
-        }
-        expect_result(level, NULL, args, num_args);
-        return 0;
-    case TOLD: {
-        PyObject *tuple = tuple_of(args, num_args);
-        int keeps = tuple == NULL ? -1 : tell_int("called", Py_BuildValue("(ON)", *callable, tuple));
-        if (keeps < 0) {
-            return -1;
-        }
-        level->keeps = keeps;
-    }
-    /* fall through */
-    case IGNORE:
-        expect_result(level, self, args, num_args);
-        return 0;
-    default:
-        break;
-    }
-    if (kind == SCAN && num_args == 0 && self == NULL && PyCFunction_Check(*callable)) {
-        PyObject *done = tell("called_with_nothing", Py_BuildValue("(O)", *callable));
-        if (done == NULL) {
-            return -1;
-        }
-        Py_DECREF(done);
-    }
-    level->keeps = kind == SCAN || kind == SIZE; /* what methods return to C code, such as `__len__`, is a plain number */
-    if (self != NULL && (kind == MOVE ? note_moved(self) : kind == PASS   ? note_passed(self)
-                         : kind == SIZE ? note_sized(self)
-                                        : note_whole(self)) < 0) {
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < num_args; i++) {
-        PyObject *value = args[i];
-        if (kind == MOVE || kind == PASS || kind == SIZE) {
-            if ((kind == MOVE ? note_moved(value) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
-                return -1;
-            }
-            if (kind == MOVE && state.num_ops && (pin(&args[i]) < 0 || pin_inside(args[i], 3) < 0)) {
-                return -1;
-            }
-            continue;
-        }
-        if (pin(&args[i]) < 0 || (has_state(args[i]) && note_whole(args[i]) < 0)) {
-            return -1;
-        }
-        if (is_plain_container(value) && pin_inside(value, 3) < 0) {
-            return -1;
-        }
-    }
-    if (kind != MOVE && kind != PASS && kind != SIZE) {
-        expect_result(level, self, args, num_args);
-    }
-    return 0;
-}
-
 static int is_python(PyObject *attribute)
 {
     if (attribute == NULL) {
@@ -650,6 +557,158 @@ static int runs_python(PyObject *callable)
                                       is_python(_PyType_Lookup((PyTypeObject *)callable, names[2])));
 }
 
+/* Functions in C that another one is going to call, out of sight: Python functions do that in their place. */
+static int make_visible(PyObject **args, Py_ssize_t num_args, int kind)
+{
+    Py_ssize_t first = kind == CALLING ? 0 : 1, last = kind == CALLING && num_args ? 1 : num_args;
+    for (Py_ssize_t i = first; i < last; i++) {
+        if (!PyCallable_Check(args[i]) || runs_python(args[i]) || (kind == SORTING && PyType_Check(args[i]))) {
+            continue;
+        }
+        PyObject *other = tell("visible", Py_BuildValue("(O)", args[i]));
+        if (other == NULL || PyList_Append(state.held, other) < 0 ||
+            table_add(&state.made, other, NULL, 0, 0) == NULL) {
+            Py_XDECREF(other);
+            return -1;
+        }
+        put(&args[i], other);
+    }
+    return 0;
+}
+
+static int read_attribute(Level *level, PyObject **slot, PyObject *name, int kind);
+
+/* A call of something that may run no Python frame. `callable` and `args` are slots of the value stack. */
+static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssize_t num_args)
+{
+    int kind = classify(*callable);
+    if (kind < 0) {
+        return -1;
+    }
+    PyObject *self = PyCFunction_Check(*callable) ? PyCFunction_GET_SELF(*callable) : NULL;
+    if (self != NULL && (PyModule_Check(self) || PyType_Check(self))) {
+        self = NULL;
+    }
+    switch (kind) {
+    case GETATTR:
+        if (num_args >= 2 && PyUnicode_Check(args[1])) {
+            /* Interned, so that the name is the same object wherever it is used. */
+            PyObject *name = Py_NewRef(args[1]);
+            PyUnicode_InternInPlace(&name);
+            int done = read_attribute(level, &args[0], name, ATTRIBUTE);
+            Py_DECREF(name);
+            return done;
+        }
+        break;
+    case SETATTR:
+        if (num_args >= 2 && PyUnicode_Check(args[1])) {
+            PyObject *name = Py_NewRef(args[1]);
+            PyUnicode_InternInPlace(&name);
+            int done = note_write(ATTRIBUTE, args[0], name, num_args > 2 ? args[2] : NULL);
+            Py_DECREF(name);
+            return done;
+        }
+        break;
+    case GETITEM: {
+        PyObject *owner = self != NULL ? self : num_args ? args[0] : NULL;
+        PyObject **key = self != NULL ? args : args + 1;
+        if (owner != NULL && num_args >= (self != NULL ? 1 : 2) && PyDict_Check(owner)) {
+            if (pin(key) < 0) {
+                return -1;
+            }
+            return find_outside(owner) != NULL ? read_place(level, ITEM, owner, *key) : 0;
+        }
+        break;
+    }
+    case SWAP_IT: {
+        int any = num_args == 0; /* a setting that the witness itself has changed, such as gc.get_threshold */
+        for (Py_ssize_t i = 0; i < num_args; i++) {
+            any |= is_traced(args[i]);
+        }
+        for (Py_ssize_t i = 0; i < num_args && !any; i++) {
+            if (has_state(args[i]) && note_moved(args[i]) < 0) { /* an array of one number, say */
+                return -1;
+            }
+        }
+        level->keeps = !any; /* what `__float__` returns */
+        if (any) {
+            PyObject *other = tell("follow", Py_BuildValue("(O)", *callable));
+            if (other == NULL) {
+                return -1;
+            }
+            put(callable, other);
+        }
+        return 0;
+    }
+    case TYPE_OF:
+        if (num_args && is_traced(args[0])) {
+            PyObject *plain = tell("plain", Py_BuildValue("(O)", args[0]));
+            if (plain == NULL) {
+                return -1;
+            }
+            put(&args[0], plain);
+        }
+        expect_result(level, NULL, args, num_args);
+        return 0;
+    case TOLD: {
+        PyObject *tuple = tuple_of(args, num_args);
+        int keeps = tuple == NULL ? -1 : tell_int("called", Py_BuildValue("(ON)", *callable, tuple));
+        if (keeps < 0) {
+            return -1;
+        }
+        level->keeps = keeps;
+    }
+    /* fall through */
+    case IGNORE:
+        expect_result(level, self, args, num_args);
+        return 0;
+    default:
+        break;
+    }
+    if (kind == SCAN && num_args == 0 && self == NULL && PyCFunction_Check(*callable)) {
+        PyObject *done = tell("called_with_nothing", Py_BuildValue("(O)", *callable));
+        if (done == NULL) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    int is_calling = kind == CALLING || kind == SORTING;
+    if (is_calling) {
+        if (make_visible(args, num_args, kind) < 0) {
+            return -1;
+        }
+        kind = MOVE;
+    }
+    level->keeps = kind != PASS && !is_calling; /* what methods return to C code, such as `__len__`, is a plain number */
+    if (self != NULL && (kind == MOVE ? note_moved(self) : kind == PASS   ? note_passed(self)
+                         : kind == SIZE ? note_sized(self)
+                                        : note_whole(self)) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < num_args; i++) {
+        PyObject *value = args[i];
+        if (kind == MOVE || kind == PASS || kind == SIZE) {
+            if ((kind == MOVE ? note_moved(value) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
+                return -1;
+            }
+            if (kind == MOVE && state.num_ops && (pin(&args[i]) < 0 || pin_inside(args[i], 3) < 0)) {
+                return -1;
+            }
+            continue;
+        }
+        if (pin(&args[i]) < 0 || (has_state(args[i]) && note_whole(args[i]) < 0)) {
+            return -1;
+        }
+        if (is_plain_container(value) && pin_inside(value, 3) < 0) {
+            return -1;
+        }
+    }
+    if (kind != MOVE && kind != PASS && kind != SIZE) {
+        expect_result(level, self, args, num_args);
+    }
+    return 0;
+}
+
 static int on_call(Level *level, PyObject **callable, PyObject **args, Py_ssize_t num_args)
 {
     PyObject *function = *callable;
@@ -660,7 +719,14 @@ static int on_call(Level *level, PyObject **callable, PyObject **args, Py_ssize_
             return -1;
         }
     }
-    return runs_python(function) ? 0 : on_c_call(level, callable, args, num_args);
+    if (!runs_python(function)) {
+        return on_c_call(level, callable, args, num_args);
+    }
+    if (level->code_kind == USERS) {
+        level->is_from_elsewhere = 0;
+        expect_value(level, RETURNED, NULL, NULL, OUTSIDE);
+    }
+    return 0;
 }
 
 /* CALL_FUNCTION_EX: the arguments are in a tuple and a dict, which other code may hold. */
@@ -706,6 +772,20 @@ static int on_call_ex(Level *level, PyObject **callable, PyObject **positional, 
             put(positional, tuple);
         }
     }
+    any = 0;
+    for (position = 0, number = num_positional; num_keywords && PyDict_Next(*keywords, &position, &key, &item);) {
+        any |= args[number++] != item;
+    }
+    PyObject *given = done == 0 && any ? PyDict_Copy(*keywords) : NULL;
+    for (position = 0, number = num_positional; given != NULL && PyDict_Next(*keywords, &position, &key, &item);) {
+        if (PyDict_SetItem(given, key, args[number++]) < 0) {
+            done = -1;
+        }
+    }
+    if (given != NULL) {
+        put(keywords, given);
+    }
+    number = num_positional + num_keywords;
     for (Py_ssize_t i = 0; i < number; i++) {
         Py_DECREF(args[i]);
     }
@@ -756,6 +836,17 @@ static int on_value(Level *level, PyObject **top)
         }
         return 0;
     }
+    if (kind == RETURNED) {
+        /* Code of others may return what it has kept since before the call: a logger, a module, a thread. */
+        if (level->is_from_elsewhere && has_state(value) && Py_REFCNT(value) > 1 && find_outside(value) == NULL &&
+            !PyFunction_Check(value) && !PyMethod_Check(value) && !PyObject_TypeCheck(value, state.tensor)) {
+            return tell_void("returned", Py_BuildValue("(O)", value));
+        }
+        return 0;
+    }
+    if ((level->flags & IF_OF_CLASS) && _PyType_Lookup((PyTypeObject *)level->owner, level->key) != value) {
+        return 0;
+    }
     /* What the call itself has put there is its own. */
     if (table_find(&state.writes, level->owner, level->key, kind == METHOD ? ATTRIBUTE : kind) != NULL) {
         return 0;
@@ -787,11 +878,56 @@ static int on_value(Level *level, PyObject **top)
     return 0;
 }
 
+/* A name is looked up in a class, for an object that the call itself has made or that stands for another one. */
+static int read_of_class(Level *level, PyTypeObject *type, PyObject *name, int kind)
+{
+    int is_new = add_outside((PyObject *)type);
+    if (is_new < 0 || (is_new > 0 && tell_void("met", Py_BuildValue("(OiOO)", type, RESULT, Py_None, Py_None)) < 0)) {
+        return -1;
+    }
+    int flags = note_read(ATTRIBUTE, (PyObject *)type, name);
+    if (flags > 0) {
+        expect_value(level, kind, (PyObject *)type, name, (unsigned)flags | IF_OF_CLASS);
+    }
+    return flags < 0 ? -1 : 0;
+}
+
+/* `super().name`: found in one of the classes behind `this` in the order of the object's class. */
+static int read_super(Level *level, PyObject *this, PyObject *object, PyObject *name, int kind)
+{
+    PyObject *base = tell("super_base", Py_BuildValue("(OOO)", this, object, name));
+    if (base == NULL) {
+        return -1;
+    }
+    int done = PyType_Check(base) ? read_of_class(level, (PyTypeObject *)base, name, kind) : 0;
+    Py_DECREF(base);
+    return done;
+}
+
 static int read_attribute(Level *level, PyObject **slot, PyObject *name, int kind)
 {
     PyObject *owner = *slot;
     if (is_traced(owner)) {
         return pin(slot);
+    }
+    if (PyWeakref_CheckProxy(owner)) {
+        PyObject *object = behind(owner);
+        int done = object == NULL || object == Py_None ? 0 : read_attribute(level, &object, name, kind);
+        Py_XDECREF(object);
+        return done;
+    }
+    if (PyObject_TypeCheck(owner, &PySuper_Type)) {
+        static const char *const texts[2] = {"__thisclass__", "__self__"};
+        PyObject *parts[2] = {NULL, NULL};
+        for (int i = 0; i < 2; i++) {
+            PyObject *text = PyUnicode_InternFromString(texts[i]);
+            parts[i] = text == NULL ? NULL : PyObject_GenericGetAttr(owner, text);
+            Py_XDECREF(text);
+        }
+        int done = parts[0] == NULL || parts[1] == NULL ? -1 : read_super(level, parts[0], parts[1], name, kind);
+        Py_XDECREF(parts[0]);
+        Py_XDECREF(parts[1]);
+        return done;
     }
     if (find_outside(owner) != NULL) {
         int flags = note_read(ATTRIBUTE, owner, name);
@@ -802,13 +938,8 @@ static int read_attribute(Level *level, PyObject **slot, PyObject *name, int kin
     }
     /* An object of the call's own may still find the name in its class, which is outside. */
     PyTypeObject *type = Py_TYPE(owner);
-    if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) && !PyType_Check(owner) &&
-        table_find(&state.reads, type, name, ATTRIBUTE) == NULL && _PyType_Lookup(type, name) != NULL) {
-        int known = add_outside((PyObject *)type);
-        if (known < 0 || (known > 0 && tell_void("met", Py_BuildValue("(OiOO)", type, RESULT, Py_None, Py_None)) < 0)) {
-            return -1;
-        }
-        return note_read(ATTRIBUTE, (PyObject *)type, name) < 0 ? -1 : 0;
+    if ((type->tp_flags & Py_TPFLAGS_HEAPTYPE) && !PyType_Check(owner) && _PyType_Lookup(type, name) != NULL) {
+        return read_of_class(level, type, name, kind);
     }
     return 0;
 }
@@ -816,6 +947,7 @@ static int read_attribute(Level *level, PyObject **slot, PyObject *name, int kin
 static int read_item(Level *level, PyObject **slot, PyObject **key)
 {
     PyObject *owner = *slot;
+    level->keeps = 1; /* what `__index__` returns */
     if (PyObject_TypeCheck(owner, state.tensor)) {
         return 0; /* an op */
     }
@@ -897,7 +1029,8 @@ static int on_operation(Level *level, const Operation *operation)
     case DO_NOTHING:
         return 0;
     case DO_RETURN:
-        if (state.num_levels > 1 && state.levels[state.num_levels - 2].keeps) {
+        if (state.num_levels > 1 && (state.levels[state.num_levels - 2].keeps ||
+                                     state.levels[state.num_levels - 2].code_kind == OPS)) {
             return look_at(&top[-1]) < 0 ? -1 : pin_inside(top[-1], 3);
         }
         return 0;
@@ -940,6 +1073,13 @@ static int on_operation(Level *level, const Operation *operation)
         return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, arg), ATTRIBUTE);
     case DO_READ_METHOD:
         return read_attribute(level, &top[-1], PyTuple_GET_ITEM(code->co_names, arg), METHOD);
+    case DO_READ_SUPER:
+    case DO_READ_SUPER_METHOD:
+        if (top[-3] != (PyObject *)&PySuper_Type) {
+            return 0;
+        }
+        return read_super(level, top[-2], top[-1], PyTuple_GET_ITEM(code->co_names, arg),
+                          does == DO_READ_SUPER ? ATTRIBUTE : METHOD);
     case DO_WRITE_ATTRIBUTE:
         return note_write(ATTRIBUTE, top[-1], PyTuple_GET_ITEM(code->co_names, arg), top[-2]);
     case DO_DELETE_ATTRIBUTE:
@@ -995,6 +1135,14 @@ static int on_operation(Level *level, const Operation *operation)
     case DO_IS:
         if (PyObject_TypeCheck(top[-2], state.tensor) && PyObject_TypeCheck(top[-1], state.tensor)) {
             return tell_void("identity", PyTuple_New(0));
+        }
+        if (has_state(top[-2]) && has_state(top[-1])) {
+            for (int i = 1; i <= 2; i++) {
+                if (is_plain_container(top[-i]) && find_outside(top[-i]) != NULL &&
+                    tell_void("identified", Py_BuildValue("(O)", top[-i])) < 0) {
+                    return -1;
+                }
+            }
         }
         return 0;
     case DO_TRUTH:
@@ -1066,7 +1214,7 @@ static int on_operation(Level *level, const Operation *operation)
         }
         if (is_users) {
             expect_value(level, RESULT, NULL, NULL, OUTSIDE);
-            return tell_void("imported", Py_BuildValue("(OO)", name, frame->f_globals));
+            return tell_void("imported", Py_BuildValue("(OOO)", name, frame->f_globals, top[-2]));
         }
         return 0;
     }
@@ -1210,6 +1358,15 @@ static int on_frame(_PyInterpreterFrame *frame)
             }
         }
     }
+    /* What another package's function shares with those around it, such as a registry. */
+    if (kind == FOREIGN && PyFunction_Check(function) && PyFunction_GET_CLOSURE(function) != NULL &&
+        table_find(&state.made, function, NULL, 0) == NULL && table_find(&state.callables, function, NULL, 1) == NULL) {
+        if (tell_void("entered_elsewhere", Py_BuildValue("(O)", function)) < 0 ||
+            PyList_Append(state.held, function) < 0 ||
+            table_add(&state.callables, function, NULL, 1, 0) == NULL) {
+            return -1;
+        }
+    }
     return is_looked_at;
 }
 
@@ -1222,6 +1379,9 @@ static void on_leave(_PyInterpreterFrame *frame)
                 Level *level = &state.levels[--state.num_levels];
                 state.num_ops -= level->code_kind == OPS;
                 forget_pending(level);
+                if (state.num_levels) {
+                    state.levels[state.num_levels - 1].is_from_elsewhere = level->code_kind == FOREIGN;
+                }
             }
             return;
         }
@@ -1371,6 +1531,16 @@ static PyObject *is_outside(PyObject *module, PyObject *value)
     return PyBool_FromLong(find_outside(value) != NULL);
 }
 
+static PyObject *behind_proxy(PyObject *module, PyObject *proxy)
+{
+    (void)module;
+    if (!PyWeakref_CheckProxy(proxy)) {
+        PyErr_SetString(PyExc_TypeError, "expected a weak proxy");
+        return NULL;
+    }
+    return behind(proxy);
+}
+
 static PyObject *check_code(PyObject *module, PyObject *code)
 {
     (void)module;
@@ -1395,6 +1565,7 @@ static PyMethodDef functions[] = {
     {"call", call, METH_VARARGS, "Call a function with a tuple and a dict of arguments, and look on."},
     {"end", end, METH_NOARGS, "End it. Returns an exception of the sink's, or None."},
     {"add", add, METH_O, "Count an object as outside. Returns whether it is new."},
+    {"behind", behind_proxy, METH_O, "The object for which a weak proxy stands, or None."},
     {"check_code", check_code, METH_O, "The greatest depth of a code's value stack that was found, before an instruction."},
     {"is_outside", is_outside, METH_O, "Whether an object is known to be outside."},
     {NULL, NULL, 0, NULL},
