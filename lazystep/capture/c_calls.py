@@ -57,7 +57,6 @@ class CallClass(enum.IntEnum):
 
 
 _IGNORE = {isinstance, issubclass, callable, id, super, globals, locals, hash, print, weakref.ref}
-_IGNORE |= {_abc._abc_instancecheck, _abc._abc_subclasscheck}
 _IGNORE |= {sys.exc_info, _thread.allocate_lock}
 # What they do does not happen in a replay. What they return says nothing.
 _EFFECTS = {gc.collect, gc.enable, gc.disable, gc.freeze, gc.unfreeze, dir}
@@ -95,6 +94,9 @@ _SETATTR = {setattr, delattr, object.__setattr__, object.__delattr__}
 _GETITEM = {dict.get, dict.setdefault, dict.__getitem__}
 
 
+_OF_FILES = ("read", "readline", "readlines", "readinto", "read1", "peek", "getvalue", "getbuffer", "tell")
+
+
 def _impure() -> set[Any]:
     found: set[Any] = {open, io.open, input, gc.get_objects, gc.get_referrers, gc.get_count, sys._getframe}
     found |= {sys.getrefcount, datetime.datetime.now, datetime.datetime.utcnow}
@@ -113,7 +115,8 @@ def _impure() -> set[Any]:
     names = "getcwd listdir scandir stat lstat urandom times getloadavg read open access readlink getrandom"
     found |= {getattr(os, name) for name in names.split() if hasattr(os, name)}
     for kind in (io.TextIOWrapper, io.BufferedReader, io.FileIO, io.StringIO, io.BytesIO):
-        found |= {vars(kind)[name] for name in ("read", "readline", "readlines") if name in vars(kind)}
+        found |= {vars(kind)[name] for name in _OF_FILES if name in vars(kind)}
+    found |= {vars(kind)["locked"] for kind in (type(_thread.allocate_lock()),)}
     return found
 
 
@@ -171,6 +174,9 @@ def name_of(function: Any) -> str:
 
 def is_impure(function: Any) -> bool:
     """Whether what a function returns depends on more than its arguments and compared state."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, types.BuiltinMethodType) and not isinstance(owner, (type, types.ModuleType)):
+        function = getattr(type(owner), function.__name__, function)  # as it is without its object
     return _is_in(function, _IMPURE)
 
 
@@ -213,10 +219,26 @@ def asks_for_offset(function: Any) -> bool:
     return getattr(function, "__name__", "") == "storage_offset" and issubclass(owner, torch._C.TensorBase)
 
 
+def asks_for_view(function: Any) -> bool:
+    """Whether a function tells whether a tensor is a view of another one."""
+    owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
+    return getattr(function, "__name__", "") == "_is_view" and issubclass(owner, torch._C.TensorBase)
+
+
+def asks_abstract_class(function: Any) -> bool:
+    """Whether a function asks an abstract class, which other classes are registered with."""
+    return _is_in(function, _ABSTRACT)
+
+
 def _is_torch_function(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     is_of_torch = isinstance(function, types.BuiltinFunctionType) and function.__module__ == "torch"
     return is_of_torch and (hasattr(torch._C._VariableFunctions, name) or function is torch.from_numpy)
+
+
+def is_scripted(function: Any) -> bool:
+    """Whether a function is a method of a scripted module, which keeps its attributes out of sight."""
+    return isinstance(function, torch.ScriptMethod)
 
 
 def is_warning(function: Any) -> bool:
@@ -268,7 +290,7 @@ def classify(function: Any) -> CallClass:
     for functions, found in _CLASSES:
         if _is_in(function, functions):
             return found
-    if is_warning(function) or is_formatting(function):
+    if any(asks(function) for asks in (is_warning, is_formatting, is_scripted, asks_for_view)):
         return CallClass.TOLD
     if function is type:
         return CallClass.TYPE_OF
@@ -324,7 +346,14 @@ _CALLING |= {itertools.takewhile, itertools.dropwhile, itertools.filterfalse}
 _SORTING = {sorted, min, max, sum, itertools.accumulate, itertools.groupby}
 _SORTING |= {bisect.bisect_left, bisect.bisect_right, bisect.insort_left, bisect.insort_right}
 _WARNING = {warnings.warn, warnings.warn_explicit}
-_TOLD = {vars, contextvars.ContextVar.get, contextvars.ContextVar.set}
+_ABSTRACT = {_abc._abc_instancecheck, _abc._abc_subclasscheck}
+_TOLD = _ABSTRACT | {
+    operator.is_,
+    operator.is_not,
+    vars,
+    contextvars.ContextVar.get,
+    contextvars.ContextVar.set,
+}
 _CLASSES = (
     (_IGNORE, CallClass.IGNORE),
     (_CALLING, CallClass.CALLING),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import enum
 import pickle
 import random
@@ -35,7 +36,8 @@ _SIMPLE = (
 )
 CONTAINERS = (list, tuple, dict, collections.deque)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-BUFFERS = (set, bytearray, array.array, np.ndarray, np.void, memoryview)
+_C_DATA = (ctypes.Array, ctypes.Structure, ctypes.Union)
+BUFFERS = (set, bytearray, array.array, np.ndarray, np.void, memoryview, *_C_DATA)
 MAX_COMPARED = 1 << 20  # bytes of an array: comparing a larger one could take longer than the step
 _MAX_TENSOR = 1 << 16  # bytes of a CPU tensor that is compared as a whole
 
@@ -60,7 +62,7 @@ def contents_of(container: Any) -> Any:
         return container.typecode, container.tobytes()
     if isinstance(container, memoryview):
         return container.format, container.shape, container.tobytes()
-    if isinstance(container, bytearray):
+    if isinstance(container, (bytearray, *_C_DATA)):
         return bytes(container)
     return type(container), [_Same(element) for element in container]  # code may depend on their order
 

@@ -7,15 +7,16 @@ place, which calls it by an instruction that the witness sees.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 FILE = "<lazystep: a function that C code calls>"
 """The file of these functions: their instructions are looked at as the user's own."""
 
 _CODE = """
-def caller(function):
+def caller(function, first, keywords):
     def call(*args, **kwargs):
-        return function(*args, **kwargs)
+        return function(*first, *args, **{**keywords, **kwargs})
     return call
 """
 _names: dict[str, Any] = {"__name__": __name__}
@@ -23,5 +24,7 @@ exec(compile(_CODE, FILE, "exec"), _names)
 
 
 def caller(function: Any) -> Any:
-    """A Python function that calls this one."""
-    return _names["caller"](function)
+    """A Python function that calls this one; of a partial, the function inside."""
+    if isinstance(function, functools.partial):
+        return _names["caller"](function.func, function.args, function.keywords)
+    return _names["caller"](function, (), {})

@@ -11,6 +11,8 @@ identity only; what such code reads from the user's objects is compared like eve
 from __future__ import annotations
 
 import _thread
+import abc
+import builtins
 import decimal
 import dis
 import functools
@@ -23,6 +25,7 @@ import sys
 import sysconfig
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +36,7 @@ from ..record.handle import Memory
 from ..record.source import is_ours, user_line
 from ..record.tensor import find_handle
 from . import _witness, c_calls, visible
-from ._places import is_same
+from ._places import dict_of_class, is_same
 from .places import MISSING, Kind, Place, Places
 from .surroundings import Surroundings
 from .traced import Trace, TracedFloat, TracedInt, following, pinned, plain
@@ -43,12 +46,18 @@ from .values import BUFFERS, CONTAINERS, GENERATORS, MAX_COMPARED, is_simple
 _ATTRIBUTE, _ITEM, _GLOBAL, _CELL, _RESULT = 0, 1, 2, 3, -1
 # Answers to `read`: follow numbers there; objects there are outside.
 _FOLLOW, _OUTSIDE = 1, 2
+# An answer to `called`: call it by a Python function.
+_IN_SIGHT = 2
 _HIDDEN, _USERS, _FOREIGN, _COVER, _OPS = 0, 1, 2, 3, 4
 
 _MAX_ELEMENTS = 50_000
 _MOVED: tuple[type, ...] = (*CONTAINERS, *BUFFERS, frozenset, types.MappingProxyType, Iterator)
-_MOVED += (types.SimpleNamespace, decimal.Decimal)
+_DICTS: tuple[dict[str, Any], ...] = ({}, OrderedDict())
+_VIEWS = tuple(type(view) for one in _DICTS for view in (one.keys(), one.values(), one.items()))
+_MOVED += (types.SimpleNamespace, decimal.Decimal, *_VIEWS)
 _NONE = object()
+_FACTS = ("_version", "retains_grad", "output_nr")  # that are not compared for every tensor
+_BUILTINS = frozenset(vars(builtins))
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _KNOWN_PACKAGES = frozenset(("torch", "lazystep", "numpy", "builtins"))
@@ -210,8 +219,9 @@ class Witness:
         """A function of another package runs that shares variables with the functions around it."""
         if not function.__code__.co_filename.startswith(_TORCH):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                _witness.add(cell)
-                self.places.at(cell, None, Kind.CELL, repr(name))
+                place = self.places.at(cell, None, Kind.CELL, repr(name))
+                if not callable(place.get()):  # the function that a decorator has got stays the same
+                    _witness.add(cell)
 
     def returned(self, value: Any) -> None:
         """Code of another package has returned an object that others hold, too."""
@@ -252,6 +262,9 @@ class Witness:
             if self._is_foreign(owner.get("__name__")):
                 self.shallow.add(place)
                 return 0
+            if key not in owner and key not in _BUILTINS:  # a name that somebody has put there
+                self._note(self.places.at(vars(builtins), key, Kind.ITEM))
+                return _OUTSIDE
             return _FOLLOW | _OUTSIDE
         if kind == _CELL:
             self._note(self.places.at(owner, None, Kind.CELL))
@@ -293,6 +306,9 @@ class Witness:
             for name in value.__dict__:
                 self._read_whole_attribute(value, name)
             return
+        if isinstance(value, _VIEWS):
+            (value,) = gc.get_referents(value)  # the dict
+            self._meet(value, None)
         if isinstance(value, (decimal.Decimal, decimal.Context)):
             self._note_decimals(value)
             return
@@ -397,11 +413,8 @@ class Witness:
             self._note_decimals(getattr(function, "__self__", None))
             pinned(list(args))
         elif isinstance(function, functools.partial):
-            given = (*function.args, *args)
-            if function.func in (getattr, hasattr) and len(given) > 1 and _witness.is_outside(given[0]):
-                self._read_whole_attribute(given[0], given[1])
-            elif not self._enter_partial(function, is_outside):
-                pinned([*args, *function.args, *function.keywords.values()])
+            if not self._enter_partial(function, is_outside):
+                return _IN_SIGHT
         elif isinstance(function, operator.methodcaller):
             for arg in args[:1]:
                 if _witness.is_outside(arg):
@@ -424,8 +437,8 @@ class Witness:
             if handle is not None:
                 self.placed.add(handle.memory)
         elif c_calls.reads_generator(function):
-            frame = sys._getframe(2)
-            if self.code_kind(frame.f_code, frame.f_globals) == _USERS:
+            frame = _asking(sys._getframe(2))
+            if frame is not None and self.code_kind(frame.f_code, frame.f_globals) == _USERS:
                 self.refuse(
                     f"it uses the state of a torch.Generator at {user_line(2)} ({function.__name__}), and a "
                     "replay would not; do that outside"
@@ -445,6 +458,20 @@ class Witness:
             self._call_wrapper(function, args)
         elif isinstance(function, weakref.ref):
             self._call_reference(function)
+        elif c_calls.asks_for_view(function):
+            self._asked_for_view(sys._getframe(2))
+        elif c_calls.asks_abstract_class(function):
+            if not self._is_foreign(args[0].__module__):  # others may be registered
+                self.told[abc.get_cache_token, ()] = abc.get_cache_token()
+        elif function in (operator.is_, operator.is_not):
+            for arg in args:
+                if _witness.is_outside(arg):
+                    self.identified(arg)
+        elif c_calls.is_scripted(function):
+            self.refuse(
+                f"it calls a scripted module at {user_line(2)}, whose attributes can't be compared; use the "
+                "module itself"
+            )
         elif c_calls.is_warning(function):
             self.told[c_calls.warning_filters, ()] = c_calls.warning_filters()
         elif c_calls.is_formatting(function):
@@ -459,6 +486,8 @@ class Witness:
     def called_with_nothing(self, function: Any) -> None:
         """A function in C is called without arguments: it may return a state that nothing else tells."""
         frame = sys._getframe(1)
+        if getattr(function, "__name__", "") == "__subclasses__":
+            self.told[function, ()] = function()
         if c_calls.may_tell_state(function) and self._is_called_by_the_user(frame, ()):
             self.refuse(
                 f"it calls {c_calls.name_of(function)} at {user_line(1)}, a function in C that is given "
@@ -470,9 +499,7 @@ class Witness:
 
         It may do so by a function of torch's that asks for it: `torch.backends.cuda.flash_sdp_enabled`.
         """
-        asking: types.FrameType | None = frame
-        if frame.f_code.co_filename.startswith(_TORCH) and c_calls.is_asking(frame.f_code.co_name):
-            asking = frame.f_back
+        asking = _asking(frame)
         if asking is None or asking.f_code.co_filename.startswith(_TORCH) or is_ours(asking.f_code):
             return False
         return all(map(is_simple, args))
@@ -620,9 +647,13 @@ class Witness:
 
     def _read_attribute(self, owner: Any, name: str) -> int:
         if isinstance(owner, torch.Tensor) and name != "grad" and _look_up(type(owner), name) is not MISSING:
-            return (
-                _OUTSIDE if name == "__dict__" else 0
-            )  # a fact that is compared for every tensor, or something that the call makes
+            if name == "_base":
+                self._asked_for_view(sys._getframe(2))
+            if name in _FACTS:
+                known = self.tensors.get(id(owner))
+                self._note(self.places.at(owner if known is None else known[1], name, Kind.ATTRIBUTE))
+            # Else a fact that is compared for every tensor, or something that the call makes.
+            return _OUTSIDE if name == "__dict__" else 0
         if isinstance(owner, types.ModuleType):
             place = self.places.at(owner.__dict__, name, Kind.ITEM)
             self._note(place)
@@ -655,9 +686,15 @@ class Witness:
                     self._note(self.places.at(base, name, Kind.CLASS))
         if found is None:
             self._meet_descriptor(owner, name)
+            if isinstance(owner, BUFFERS):  # a field of a record
+                self.whole(owner)
             return _OUTSIDE
         value = found.get()
         if found.kind is Kind.ATTRIBUTE and not isinstance(owner, torch.Tensor) and not is_simple(value):
+            if isinstance(owner, BUFFERS):  # another view of the same memory
+                self.whole(owner)
+            if isinstance(owner, types.FunctionType):
+                self._note(found)
             return _OUTSIDE  # an object in C makes it anew each time
         self._note(found)
         if found.kind is Kind.CLASS and self._is_foreign(found.container.__module__):
@@ -671,6 +708,9 @@ class Witness:
     def _whole_class(self, kind: type) -> None:
         """All names of a class are looked at."""
         if not self._is_foreign(kind.__module__):
+            names = self.places.at(dict_of_class(kind), None, Kind.OBJECT, "the names of a class")
+            self.structures[names] = None
+            self._note(names)
             for name, value in list(kind.__dict__.items()):
                 if name not in ("__dict__", "__weakref__"):
                     self._note_and_meet(self.places.at(kind, name, Kind.CLASS), value)
@@ -816,6 +856,12 @@ class Witness:
         elif not isinstance(value, torch.nn.Module):
             self.whole(value)
 
+    def _asked_for_view(self, frame: types.FrameType) -> None:
+        if self.code_kind(frame.f_code, frame.f_globals) == _USERS:
+            self.refuse(
+                f"it asks whether a tensor is a view at {user_line(3)}, which is not compared; ask outside"
+            )
+
     def _call_reference(self, reference: Any) -> None:
         if _witness.is_outside(reference):
             place = self.places.at(reference, None, Kind.WEAK, "a weak reference")
@@ -874,6 +920,12 @@ def _is_installed(package: str) -> bool:
     if file is None:
         return package in sys.stdlib_module_names
     return "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
+
+
+def _asking(frame: types.FrameType) -> types.FrameType | None:
+    """The frame, or the one behind it if it is that of a function of torch's that asks for a setting."""
+    is_torchs = frame.f_code.co_filename.startswith(_TORCH) and c_calls.is_asking(frame.f_code.co_name)
+    return frame.f_back if is_torchs else frame
 
 
 def _is_of_python(kind: type) -> bool:

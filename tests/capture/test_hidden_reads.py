@@ -5,10 +5,14 @@ Each scene was replayed with the old numbers before the witness knew its kind.
 
 from __future__ import annotations
 
+import abc
+import builtins
+import ctypes
 import decimal
 import functools
 import gc
 import importlib
+import io
 import logging
 import math
 import operator
@@ -39,8 +43,9 @@ def as_before() -> Iterator[None]:
     gc.set_threshold(*threshold)
     torch.backends.cuda.enable_flash_sdp(flash)
     decimal.setcontext(context)
-    for name in [name for name in sys.modules if name.startswith("users_")]:
-        del sys.modules[name]
+    for names in (sys.modules, vars(builtins)):
+        for name in [name for name in names if name.startswith("users_")]:
+            del names[name]
 
 
 def space(**names: Any) -> Any:
@@ -524,6 +529,184 @@ def text_that_names_attributes(device: str) -> Scene:
         step=lambda x: x * (2 if "{0.inside[0].number}".format(held) == "1.0" else 3),  # noqa: UP030, UP032
         change=assign(held.inside[0], "number", 1.5),
     )
+
+
+# -- views, files, records, locks --------------------------------------------------------------------
+
+
+def changed(
+    make: Callable[[], Any], use: Callable[[Any, Any], Any], change: Callable[[Any], Any]
+) -> Callable[[str], Scene]:
+    """A step that uses one object, which then changes."""
+
+    def made(device: str) -> Scene:
+        held = make()
+        return Scene(step=lambda x: use(x, held), change=lambda: change(held))
+
+    return made
+
+
+def dict_and(view: Callable[[dict[str, float]], Any]) -> Callable[[], tuple[Any, Any]]:
+    def make() -> tuple[Any, Any]:
+        numbers = {"a": 2.0}
+        return numbers, view(numbers)
+
+    return make
+
+
+def more(held: Any) -> None:
+    held[0].update(a=3.0, b=4.0)
+
+
+class Fields(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_float),)
+
+
+scene.rows(
+    values_of_a_dict=changed(dict_and(dict.values), lambda x, held: x * sum(held[1]), more),
+    items_of_a_dict=changed(dict_and(dict.items), lambda x, held: x * next(v for _, v in held[1]), more),
+    number_of_keys=changed(dict_and(dict.keys), lambda x, held: x * len(held[1]), more),
+    key_in_a_view=changed(dict_and(dict.keys), lambda x, held: x * (2 if "b" in held[1] else 3), more),
+    keys_of_a_dict_and_a_set=changed(dict_and(dict.keys), lambda x, held: x * len(held[1] & {"b"}), more),
+    flat_array=changed(
+        lambda: np.ones(2), lambda x, held: x * float(held.flat[0]), lambda held: held.fill(5)
+    ),
+    array_on_its_side=changed(
+        lambda: np.ones((2, 2)), lambda x, held: x * float(held.T[0, 0]), lambda held: held.fill(5)
+    ),
+    memory_of_an_array=changed(
+        lambda: np.ones(2), lambda x, held: x * float(held.data[0]), lambda held: held.fill(5)
+    ),
+    array_of_ctypes=changed(
+        lambda: (ctypes.c_float * 2)(2.0, 1.0), lambda x, held: x * held[0], lambda held: put(held, 0, 3.0)()
+    ),
+    structure_of_ctypes=changed(
+        lambda: Fields(2.0), lambda x, held: x * held.scale, lambda held: setattr(held, "scale", 3.0)
+    ),
+    code_of_a_function=changed(
+        lambda: lambda: 2.0,
+        lambda x, held: x * held.__code__.co_consts[-1],
+        lambda held: setattr(held, "__code__", (lambda: 3.0).__code__),
+    ),
+    sorted_by_a_partial=by_rank(
+        lambda x, things: x * float(functools.partial(sorted, key=RANK)(things)[0].name)
+    ),
+    are_one=changed(
+        lambda: space(a=[1], b=[1]),
+        lambda x, held: x * (2 if operator.is_(held.a, held.b) else 3),
+        lambda held: setattr(held, "b", held.a),
+    ),
+)
+refused.rows(
+    text_in_memory=changed(
+        lambda: io.StringIO("2"),
+        lambda x, held: x * float(held.getvalue()),
+        lambda held: (held.seek(0), held.write("3")),
+    ),
+    text_in_memory_by_a_method_that_is_kept=changed(
+        lambda: (lambda file: (file, file.getvalue))(io.StringIO("2")),
+        lambda x, held: x * float(held[1]()),
+        lambda held: (held[0].seek(0), held[0].write("3")),
+    ),
+    place_in_a_file=changed(
+        lambda: io.StringIO("abc"), lambda x, held: x * held.tell(), lambda held: held.seek(2)
+    ),
+    lock=changed(
+        threading.Lock, lambda x, held: x * (2 if held.locked() else 3), lambda held: held.acquire()
+    ),
+    state_of_the_generator=changed(
+        lambda: torch.manual_seed(5),
+        lambda x, held: x * float(torch.get_rng_state()[:8].sum()),
+        lambda held: torch.manual_seed(77),
+    ),
+)
+
+
+@scene
+def name_among_the_builtins(device: str) -> Scene:
+    builtins.users_scale = 2.0  # type: ignore[attr-defined]
+    return Scene(
+        step=lambda x: x * users_scale,  # type: ignore[name-defined]  # noqa: F821
+        change=assign(builtins, "users_scale", 3.0),
+    )
+
+
+@scene
+def class_is_registered(device: str) -> Scene:
+    class Abstract(abc.ABC):  # noqa: B024
+        pass
+
+    class Other:
+        pass
+
+    other = Other()
+    return Scene(
+        step=lambda x: x * (2 if isinstance(other, Abstract) else 3), change=lambda: Abstract.register(Other)
+    )
+
+
+@scene
+def classes_below(device: str) -> Scene:
+    class Above:
+        pass
+
+    kept: list[type] = []
+    return Scene(
+        step=lambda x: x * len(Above.__subclasses__()) + 1,
+        change=lambda: kept.append(type("Below", (Above,), {})),
+    )
+
+
+@scene
+def names_of_a_class(device: str) -> Scene:
+    class Registry:
+        first = 1.0
+
+    return Scene(step=lambda x: x * len(vars(Registry)), change=assign(Registry, "second", 2.0))
+
+
+@scene
+def version_of_a_tensor(device: str) -> Scene:
+    weight = torch.ones(3, device=device)
+    return Scene(
+        step=lambda x: x * 2 if weight._version < 3 else x * 3,
+        change=lambda: [weight.mul_(1) for _ in "12345"],
+    )
+
+
+def view_or_not(use: Callable[[Any], bool]) -> Callable[[str], Scene]:
+    def make(device: str) -> Scene:
+        whole = torch.ones(6, device=device)
+        held = space(weight=torch.ones(3, device=device))
+        return Scene(
+            step=lambda x: x * 2 * held.weight if use(held.weight) else x * 3 * held.weight,
+            change=assign(held, "weight", whole[:3]),
+        )
+
+    return make
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@refused
+def scripted_module(device: str) -> Scene:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(Scaled()).to(device)
+    return Scene(step=lambda x: model(x), change=assign(model, "scale", 3.0))
+
+
+refused.rows(
+    tensor_that_is_a_view=view_or_not(lambda weight: weight._is_view()),
+    tensor_with_a_base=view_or_not(lambda weight: weight._base is not None),
+)
 
 
 # -- which of two containers it is -------------------------------------------------------------------

@@ -133,6 +133,8 @@ enum { WHOLE = 1, ENTERED = 2, MOVED = 4, PASSED = 8, SIZED = 16 };
 /* COVER: hidden, and so is what it calls, up to the user's code. OPS: hidden; below it no mode looks after the
    numbers that go into ops. */
 enum { HIDDEN, USERS, FOREIGN, COVER, OPS };
+/* What the sink may answer to `called`: call it by a Python function. */
+enum { IN_SIGHT = 2 };
 /* What the sink answers to `classify`, for a callable that runs no Python frame. */
 enum {
     SCAN,      /* may look at everything that it is given */
@@ -557,7 +559,19 @@ static int runs_python(PyObject *callable)
                                       is_python(_PyType_Lookup((PyTypeObject *)callable, names[2])));
 }
 
-/* Functions in C that another one is going to call, out of sight: Python functions do that in their place. */
+/* Put a Python function in the place of one in C: it calls that, in sight. */
+static int replace_by_visible(PyObject **slot)
+{
+    PyObject *other = tell("visible", Py_BuildValue("(O)", *slot));
+    if (other == NULL || PyList_Append(state.held, other) < 0 || table_add(&state.made, other, NULL, 0, 0) == NULL) {
+        Py_XDECREF(other);
+        return -1;
+    }
+    put(slot, other);
+    return 0;
+}
+
+/* Functions in C that another one is going to call, out of sight. */
 static int make_visible(PyObject **args, Py_ssize_t num_args, int kind)
 {
     Py_ssize_t first = kind == CALLING ? 0 : 1, last = kind == CALLING && num_args ? 1 : num_args;
@@ -565,13 +579,9 @@ static int make_visible(PyObject **args, Py_ssize_t num_args, int kind)
         if (!PyCallable_Check(args[i]) || runs_python(args[i]) || (kind == SORTING && PyType_Check(args[i]))) {
             continue;
         }
-        PyObject *other = tell("visible", Py_BuildValue("(O)", args[i]));
-        if (other == NULL || PyList_Append(state.held, other) < 0 ||
-            table_add(&state.made, other, NULL, 0, 0) == NULL) {
-            Py_XDECREF(other);
+        if (replace_by_visible(&args[i]) < 0) {
             return -1;
         }
-        put(&args[i], other);
     }
     return 0;
 }
@@ -655,6 +665,9 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
         int keeps = tuple == NULL ? -1 : tell_int("called", Py_BuildValue("(ON)", *callable, tuple));
         if (keeps < 0) {
             return -1;
+        }
+        if (keeps == IN_SIGHT) {
+            return replace_by_visible(callable);
         }
         level->keeps = keeps;
     }
