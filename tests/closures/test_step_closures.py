@@ -157,7 +157,10 @@ def test_async_closure_does_not_start_at_the_barrier_that_raises_an_earlier_fail
     ran: list[list[float]] = []
     weight = torch.zeros(2).to("lazy")
 
+    is_over = threading.Event()  # the first barrier, which could raise a failure that is fast
+
     def fail() -> None:
+        is_over.wait(30)
         raise RuntimeError("injected")
 
     def second(weight: torch.Tensor) -> None:
@@ -165,6 +168,7 @@ def test_async_closure_does_not_start_at_the_barrier_that_raises_an_earlier_fail
 
     lazystep.add_step_closure(fail, run_async=True)
     lazystep.mark_step()
+    is_over.set()
     lazystep.get_device_context().async_handler.wait_idle(30)
     weight.add_(1)
     lazystep.add_step_closure(second, (weight,), run_async=True)
@@ -181,12 +185,15 @@ def test_async_closure_does_not_start_at_the_barrier_that_raises_an_earlier_fail
 
 def test_flush_runs_the_closures_that_a_failure_has_held_back() -> None:
     ran: list[int] = []
+    is_over = threading.Event()
 
     def fail() -> None:
+        is_over.wait(30)
         raise RuntimeError("injected")
 
     lazystep.add_step_closure(fail, run_async=True)
     lazystep.mark_step()
+    is_over.set()
     lazystep.get_device_context().async_handler.wait_idle(30)
     lazystep.add_step_closure(lambda: ran.append(1), run_async=True)
     with pytest.raises(lazystep.ClosureError):
