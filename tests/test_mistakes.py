@@ -73,7 +73,7 @@ def test_the_wait_that_is_named_is_this_calls() -> None:
 
     @lazystep.step(fullgraph=True)
     def step(y: torch.Tensor) -> torch.Tensor:
-        x.tolist()  # has its value already: cuts nothing, waits all the same
+        y.tolist()  # has its value already: cuts nothing, waits all the same
         return y * 2
 
     step(torch.ones(2))

@@ -228,7 +228,7 @@ class Step(Generic[P, R]):
             is_new = captures.reads_new_argument and not did_read_new_argument  # it may come again
             if captures.has_recorded and not is_new:
                 self._refuse(captures, call.reason)
-            else:
+            elif captures.has_recorded:
                 self._note(f"recorded, not captured yet: {call.reason}")
             captures.has_recorded = True
         else:

@@ -141,6 +141,9 @@ class Witness:
         # `gc.disable`, because the step may ask for that, and do it.
         self._threshold = gc.get_threshold()
         gc.set_threshold(0)
+        # The step may collect garbage itself.
+        callbacks = gc.callbacks[:]
+        gc.callbacks.clear()
         self._oldest = []  # the first object of the call: see `_is_made`
         _witness.begin(self, TracedFloat, TracedInt, torch.Tensor)
         try:
@@ -152,6 +155,7 @@ class Witness:
             return _witness.call(function, args, kwargs)
         finally:
             failure = _witness.end()
+            gc.callbacks[:0] = callbacks
             if gc.get_threshold()[0] == 0:  # else the step has set another one
                 gc.set_threshold(*self._threshold)
             if failure is not None:
@@ -468,10 +472,7 @@ class Witness:
                 if _witness.is_outside(arg):
                     self.identified(arg)
         elif c_calls.is_scripted(function):
-            self.refuse(
-                f"it calls a scripted module at {user_line(2)}, whose attributes can't be compared; use the "
-                "module itself"
-            )
+            self._refuse_scripted()
         elif c_calls.is_warning(function):
             self.told[c_calls.warning_filters, ()] = c_calls.warning_filters()
         elif c_calls.is_formatting(function):
@@ -649,11 +650,14 @@ class Witness:
         if isinstance(owner, torch.Tensor) and name != "grad" and _look_up(type(owner), name) is not MISSING:
             if name == "_base":
                 self._asked_for_view(sys._getframe(2))
-            if name in _FACTS:
+            # torch's own code keeps versions as they are: `_unsafe_preserve_version_counter`.
+            if name in _FACTS and not sys._getframe(2).f_code.co_filename.startswith(_TORCH):
                 known = self.tensors.get(id(owner))
                 self._note(self.places.at(owner if known is None else known[1], name, Kind.ATTRIBUTE))
             # Else a fact that is compared for every tensor, or something that the call makes.
             return _OUTSIDE if name == "__dict__" else 0
+        if isinstance(owner, torch.jit.ScriptModule):
+            self._refuse_scripted()
         if isinstance(owner, types.ModuleType):
             place = self.places.at(owner.__dict__, name, Kind.ITEM)
             self._note(place)
@@ -720,6 +724,12 @@ class Witness:
         found = self._resolve(owner, name)
         if found is not None and found in self.reads:
             self._note_and_meet(found, found.get())
+
+    def _refuse_scripted(self) -> None:
+        self.refuse(
+            f"it calls a scripted module at {user_line(2)}, whose attributes can't be compared; use "
+            "the module itself"
+        )
 
     def _meet_descriptor(self, owner: Any, name: str) -> None:
         """A descriptor of the user's may have state of its own."""
