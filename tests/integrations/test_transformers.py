@@ -34,7 +34,7 @@ from tests.helpers import count
 from tests.integrations.examples import run_example
 
 # Transformers 5.23 has another name for it, which 5.22 does not know.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*is deprecated:FutureWarning")
 
 GPT2 = GPT2Config(
     vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
