@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from lazystep.compile.lower import lower
+from lazystep.compile.scalars import fixed_slots
 from lazystep.execute.compare import Results, perturb_
 from lazystep.program.program import Program
+from lazystep.program.serialize import from_json, to_json
+from lazystep.program.signature import Signature, signature_of
+
+
+def lower_for(program: Program, scalars: Sequence[Any]) -> tuple[torch.fx.GraphModule, Signature]:
+    """The program's lowered graph for these scalars, from its text as the builder gets it."""
+    slots = fixed_slots(program)
+    signature = signature_of(program, slots)
+    graph, _ = lower(from_json(to_json(program)), signature, {slot: scalars[slot] for slot in slots})
+    return graph, signature
 
 
 def copy_inputs(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._device import DeviceContext
 
+from ..record._recorder import settings_and_keys
+
 Hooks = dict[int, Any]
 
 
@@ -47,7 +49,10 @@ def modes() -> tuple[Any, ...]:
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
         c._autograd._top_saved_tensors_default_hooks(True),
+        settings_and_keys(),
+        tuple((layer.key(), layer.level()) for layer in c._functorch.get_interpreter_stack() or ()),
         # Each `with torch.device(...)` makes a new object, so compare the device.
         *(mode.device if isinstance(mode, DeviceContext) else mode for mode in stack),
         *map(c._get_dispatch_stack_at, range(c._len_torch_dispatch_stack())),

@@ -40,6 +40,7 @@ def take_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], 
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
             if id(leaf) not in moved:
                 moved[id(leaf)] = leaf.to("lazy")
+                moved[id(leaf)].__dict__.update(leaf.__dict__)
             leaves[number] = moved[id(leaf)]
     return leaves, structure
 
@@ -53,7 +54,7 @@ class MovedArguments:
         given = args if isinstance(structure, int) else pytree.tree_leaves((args, kwargs))
         pairs = zip(given, leaves, strict=True)
         self._facts = [
-            (number, now, now.requires_grad, find_handle(now))
+            (number, before, now, now.requires_grad, find_handle(now))
             for number, (before, now) in enumerate(pairs)
             if now is not before
         ]
@@ -73,7 +74,7 @@ class MovedArguments:
                     "copy, so x.grad is not found inside. Pass a tensor on the lazy device: "
                     'x.detach().to("lazy").requires_grad_().'
                 )
-        for number, now, requires_grad, handle in self._facts:
+        for number, before, now, requires_grad, handle in self._facts:
             what = ""
             if any(is_written and one == handle for one, is_written in zip(inputs, written, strict=True)):
                 what = "in place"
@@ -81,12 +82,19 @@ class MovedArguments:
                 what = "in place, by another shape or other memory"
             elif now.requires_grad != requires_grad or (requires_grad and now.is_leaf):
                 what = "by requires_grad_"
+            elif _attributes_of(now) != _attributes_of(before):
+                what = "by an attribute"
             if what:
                 raise UnsupportedError(
                     f"{name} changes argument {number}, a CPU tensor, {what}. The step works on a copy, so "
                     'the change would be lost. Pass a tensor on the lazy device, x.to("lazy"), or change '
                     "x.clone() inside."
                 )
+
+
+def _attributes_of(tensor: torch.Tensor) -> list[tuple[str, int]]:
+    """The attributes that code has set on a tensor, with the ids of their values."""
+    return [(name, id(value)) for name, value in tensor.__dict__.items()]
 
 
 def _version_of(tensor: torch.Tensor | None) -> int:
@@ -116,7 +124,8 @@ def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
     """`first`: the number of the first leaf that is the same object or has the same handle."""
     if isinstance(leaf, torch.Tensor):
         # Where a slice begins in its memory is no part of the program.
-        return None if handle is None else handle.type.at(0), leaf.requires_grad, first
+        # A step may ask which attributes code has set on a tensor. Reading one is refused.
+        return None if handle is None else handle.type.at(0), leaf.requires_grad, first, *leaf.__dict__
     if type(leaf) is float:
         return (float,)
     if type(leaf) is complex:
@@ -132,6 +141,22 @@ def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
     return type(leaf), leaf
 
 
+def differ_in_sizes(old: Kind, new: Kind) -> bool:
+    """Whether two kinds have the same structure and values, and their tensors differ in sizes only."""
+    if old[0] != new[0] or len(old) != len(new):
+        return False
+    for before, now in zip(old[1:], new[1:], strict=True):
+        if before == now:
+            continue
+        if not (isinstance(before[0], TensorType) and isinstance(now[0], TensorType)):
+            return False
+        if before[1:] != now[1:] or before[0].dtype != now[0].dtype:
+            return False
+        if len(before[0].shape) != len(now[0].shape):
+            return False
+    return True
+
+
 def kind_difference(old: Kind, new: Kind) -> str:
     """Which argument has another kind, and what to do about it."""
     if old[0] != new[0]:
@@ -142,6 +167,8 @@ def kind_difference(old: Kind, new: Kind) -> str:
         types = [f"{type_} ({type_.dtype})" for type_ in (before[0], now[0])]
         return f"argument {number} is a tensor of another type: from {types[0]} to {types[1]}"
     if isinstance(now[0], TensorType) and isinstance(before[0], TensorType):
+        if before[3:] != now[3:]:
+            return f"the attributes of argument {number}, a tensor,"
         return f"argument {number} is a tensor that shares memory or wants gradients differently"
     return (
         f"argument {number} ({_name_of_kind(now)}) has another value, from {_describe_kind(before)} to "

@@ -12,6 +12,7 @@ import _thread
 import bisect
 import collections
 import contextvars
+import ctypes
 import datetime
 import decimal
 import enum
@@ -69,6 +70,7 @@ _OF_OBJECTS = {
     gc.is_finalized,
 }
 _ASKING = ("get", "is_", "are_", "has_")
+_OF_ACCELERATORS = ("cuda_is", "xpu_is", "mps_is", "mtia_is", "accelerator_is")
 _STATEFUL_MODULES = frozenset(
     (
         "sys",
@@ -94,6 +96,9 @@ _SETATTR = {setattr, delattr, object.__setattr__, object.__delattr__}
 _GETITEM = {dict.get, dict.setdefault, dict.__getitem__}
 
 
+_C_FUNCTION: type = ctypes._CFuncPtr  # type: ignore[attr-defined]
+POINTERS = (ctypes._Pointer, _C_FUNCTION, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p)
+"""What stands for memory that nobody compares."""
 _OF_FILES = ("read", "readline", "readlines", "readinto", "read1", "peek", "getvalue", "getbuffer", "tell")
 
 
@@ -117,6 +122,9 @@ def _impure() -> set[Any]:
     for kind in (io.TextIOWrapper, io.BufferedReader, io.FileIO, io.StringIO, io.BytesIO):
         found |= {vars(kind)[name] for name in _OF_FILES if name in vars(kind)}
     found |= {vars(kind)["locked"] for kind in (type(_thread.allocate_lock()),)}
+    found |= {vars(torch._C.StorageBase)[name] for name in ("nbytes", "data_ptr", "is_shared")}
+    found |= {weakref.getweakrefcount, weakref.getweakrefs}
+    found |= {vars(functools._lru_cache_wrapper)[name] for name in ("cache_info", "cache_clear")}
     return found
 
 
@@ -174,10 +182,15 @@ def name_of(function: Any) -> str:
 
 def is_impure(function: Any) -> bool:
     """Whether what a function returns depends on more than its arguments and compared state."""
+    return isinstance(function, _C_FUNCTION) or _is_in(unbound(function), _IMPURE)
+
+
+def unbound(function: Any) -> Any:
+    """A method in C as it is without its object; any other function as it is."""
     owner = getattr(function, "__self__", None)
     if isinstance(function, types.BuiltinMethodType) and not isinstance(owner, (type, types.ModuleType)):
-        function = getattr(type(owner), function.__name__, function)  # as it is without its object
-    return _is_in(function, _IMPURE)
+        return getattr(type(owner), function.__name__, function)
+    return function
 
 
 def reads_generator(function: Any) -> bool:
@@ -192,8 +205,17 @@ def tells_state(function: Any) -> bool:
     if not _is_of_module(function):
         return False
     module, name = str(function.__module__ or ""), str(function.__name__).lstrip("_")
-    is_setting = module in _STATEFUL_MODULES and name.startswith((*_ASKING, "isenabled"))
+    # Builds with CUDA have questions such as `_cuda_isCurrentStreamCapturing`, which models ask in each step.
+    is_setting = module in _STATEFUL_MODULES and name.startswith((*_ASKING, "isenabled", *_OF_ACCELERATORS))
     return is_setting and function not in _IGNORE | _OF_OBJECTS
+
+
+def answer_of(function: Any, args: tuple[Any, ...]) -> Any:
+    """What a function tells; the kind of the exception if it raises one, which the step has caught then."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error)
 
 
 def is_asking(name: str) -> bool:
@@ -266,6 +288,18 @@ def is_decimal(function: Any) -> bool:
     return function is decimal.Decimal or is_kind or isinstance(owner, kinds)
 
 
+def is_numpys(function: Any) -> bool:
+    """Whether a function in C computes with NumPy, which may warn or raise instead."""
+    owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
+    of_numpy = isinstance(function, np.ufunc) or issubclass(owner, (np.ndarray, np.generic))
+    return of_numpy or str(getattr(function, "__module__", None)).partition(".")[0] == "numpy"
+
+
+def numpy_errors() -> tuple[Any, ...]:
+    """What NumPy does about a division by zero and the like."""
+    return tuple(np.geterr().items())
+
+
 class DecimalSettings:
     """Tells the settings of a decimal context; without one, of the thread's."""
 
@@ -285,7 +319,7 @@ def classify(function: Any) -> CallClass:
         return CallClass.FOLLOW
     if is_impure(function) or function is next or reads_generator(function) or asks_for_offset(function):
         return CallClass.TOLD
-    if isinstance(function, _TOLD_TYPES) or _is_in(function, _TOLD) or is_decimal(function):
+    if isinstance(function, _TOLD_TYPES) or _is_in(unbound(function), _TOLD) or is_decimal(function):
         return CallClass.TOLD
     for functions, found in _CLASSES:
         if _is_in(function, functions):

@@ -15,8 +15,8 @@ from ..program.program import Number
 from ..record._recorder import Counts
 from .op_numbers import COUNT_TYPES, Count
 from .places import Place
-from .recorded import RecordedCall, sources_in
-from .traced import SOURCES, Expression, Writer
+from .recorded import RecordedCall
+from .traced import SOURCES, Expression, Writer, sources_in
 
 
 class Evaluation:

@@ -19,10 +19,11 @@ from ..record._recorder import TensorFlags, plain_modes
 from ..record.tensor import HAS_GRADIENT, HAS_HOOKS, find_handle, gradient_flags
 from ._places import Plan, dict_of_class, is_same
 from .ambient import hooks_of_all, hooks_of_tensors, modes
+from .c_calls import answer_of
 from .places import MISSING, Kind, Place
 from .surroundings import Found, Surroundings, TensorFacts, detail_of
+from .testimony import Testimony
 from .values import CONTAINERS, Version, describe, is_simple
-from .witness import Witness
 
 
 class Get(enum.IntEnum):
@@ -76,7 +77,10 @@ _MODE_NAMES = (
     "autocast's cache of casts",
     "the default type",
     "deterministic algorithms",
+    "anomaly mode",
     "hooks of saved tensors",
+    "a setting of torch or of this thread",
+    "the transforms of torch.func",
 )
 
 
@@ -85,15 +89,15 @@ class Guards:
 
     def __init__(
         self,
-        witness: Witness,
+        testimony: Testimony,
         before: Surroundings,
         followed: Collection[Place],
         counts: Collection[int],
         ambient: tuple[Any, ...],
     ) -> None:
         """`followed`: places of numbers that a replay reads. `counts`: ids of tensors that it updates."""
-        self._shallow = witness.shallow
-        self._present = witness.present
+        self._shallow = testimony.shallow
+        self._present = testimony.present
         self._before = before
         self._followed = followed
         self._counts = counts
@@ -105,7 +109,7 @@ class Guards:
         self.outputs: dict[Place, int] = {}  # positions in the values that `hold` returns
         self._num_outputs = 0
         self._names: list[Place] = []  # the places of the outputs
-        self._structures = witness.structures
+        self._structures = testimony.structures
         self._tensors: list[int] = []  # positions of tensors among the outputs
         self._flags: list[int] = []
         # Positions of tensors that must not have a gradient, with the place of the gradient.
@@ -113,12 +117,12 @@ class Guards:
         self._types: list[Any] = []
         self._buffers: list[tuple[int, Any]] = []  # positions of sets and arrays, with their contents
         self._versions: list[tuple[int, Version]] = []  # of CPU tensors
-        for place in witness.reads:
-            self._add(place, place in witness.contents)
-        self._add_identities(witness)
+        for place in testimony.reads:
+            self._add(place, place in testimony.contents)
+        self._add_identities(testimony)
         # The objects that are in caches, which are kept here: no other object has their ids.
-        self._caches = [(cache, _contents_of(cache)) for cache in witness.caches.values()]
-        self._told = list(witness.told.items())
+        self._caches = [(cache, _contents_of(cache)) for cache in testimony.caches.values()]
+        self._told = list(testimony.told.items())
         self._plan = Plan(self._rows)
         # Whether there is a gradient is compared where its place holds None, and else a matter of that place.
         ignored = bytes(0 if n in self._without_gradient else HAS_GRADIENT for n in self._tensors)
@@ -128,7 +132,7 @@ class Guards:
             for place in (self._names[position] for position in self._tensors)
         ]
         # Which tensors are one object, if the step asks for that.
-        self._partition = _partition(tensors) if witness.compares_tensors else None
+        self._partition = _partition(tensors) if testimony.compares_tensors else None
         self._has_hooks = any(flags & HAS_HOOKS for flags in self._flags)
         self._tensor_hooks = [list(one) for one in hooks_of_tensors(tensors)]
         self._has_rare = self._partition is not None or bool(
@@ -173,18 +177,18 @@ class Guards:
             self._add_output(position, found, has_contents)
         return number
 
-    def _add_identities(self, witness: Witness) -> None:
+    def _add_identities(self, testimony: Testimony) -> None:
         """Containers that must be certain objects, and those that must stay apart.
 
         A number that is written into one list is not what a replay reads from another, unless they are one.
         """
-        for place in witness.identified_places:
+        for place in testimony.identified_places:
             self._add_again(place, Check.IS, self._before[place].value)
         by_key: dict[Any, dict[Place, None]] = {}
-        for place in {**witness.reads, **witness.writes}:
+        for place in testimony.used_places():
             if type(place.container) is Place and place.kind is Kind.ITEM:
                 by_key.setdefault((type(place.key), place.key), {})[place.container] = None
-        for place in witness.writes:
+        for place in testimony.writes:
             if type(place.container) is not Place or place.kind is not Kind.ITEM:
                 continue
             written = place.container
@@ -269,7 +273,7 @@ class Guards:
             all(detail_of(values[position]) == contents for position, contents in self._buffers)
             and all(Version(values[position]) == version for position, version in self._versions)
             and all(_contents_of(cache).keys() >= held.keys() for cache, held in self._caches)
-            and all(is_same(function(*args), value) for (function, args), value in self._told)
+            and all(is_same(answer_of(function, args), value) for (function, args), value in self._told)
         )
 
     def types_of(self) -> list[Any]:
@@ -301,6 +305,8 @@ class Guards:
         for number, (old, new) in enumerate(zip(self._modes, now, strict=False)):
             if old != new:
                 name = _MODE_NAMES[number] if number < len(_MODE_NAMES) else "a mode"
+                if isinstance(old, tuple) and isinstance(new, tuple):
+                    return name  # numbers that say nothing to a reader
                 return f"{name} from {old!r} to {new!r}"
         if len(self._modes) != len(now):
             return "the modes that torch is in"

@@ -18,8 +18,8 @@ import torch
 from .. import metrics
 from ..eager import eager_dispatch
 from ..execute.reference import ReferenceExecutable
-from ..program.collectives import is_effect
 from ..program.program import Number, Program
+from ..program.prune import prune
 from ..record import _recorder
 from ..record.assemble import assemble
 from ..record.handle import Handle, PendingRun
@@ -47,15 +47,25 @@ class Lasting(NamedTuple):
 class LastingReads:
     """The reads of one recorded call."""
 
-    def __init__(self, may_last: Callable[[Handle], bool], is_traced: Callable[[Number], bool]) -> None:
-        """`may_last`: whether a value from outside may rest. `is_traced`: whether a number may vary."""
-        self._may_last = may_last
+    def __init__(
+        self,
+        new_arguments: Collection[Handle] | None,
+        is_drawn: Callable[[Handle], bool],
+        is_traced: Callable[[Number], bool],
+    ) -> None:
+        """`new_arguments`: of this call, which the next one may not have; None if no value may be read.
+
+        `is_drawn`, `is_traced`: whether a tensor that the call has made, or a number, may vary.
+        """
+        self._new_arguments = new_arguments
+        self._is_drawn = is_drawn
         self._is_traced = is_traced
         self.found: dict[Handle, Lasting] = {}
+        self.needs_new_argument = False  # a value that would last if its argument came again
 
     def read(self, handle: Handle) -> torch.Tensor | None:
         """A copy of the value; None if it does not last. Waits for the tensors that it is made from."""
-        if handle.type.layout is not torch.strided:
+        if self._new_arguments is None or handle.type.layout is not torch.strided:
             return None
         program: Program | None = None
         inputs: Collection[Handle] = (handle,)
@@ -72,10 +82,12 @@ class LastingReads:
             needed = _needed(program, inputs)
             if sum(one.memory.nbytes for one in needed) > _MAX_BYTES:
                 return None
-            for one in needed:
-                # Where a tensor begins in its memory is no part of a program: see [Note: offsets].
-                if _recorder.is_pending(one) or one.type.offset or not self._may_last(one):
-                    return None
+            # Where a tensor begins in its memory is no part of a program: see [Note: offsets].
+            if any(_recorder.is_pending(one) or one.type.offset or self._is_drawn(one) for one in needed):
+                return None
+            if any(one in self._new_arguments for one in needed):
+                self.needs_new_argument = True
+                return None
         with runtime.recorder.reading(needed), eager_dispatch():
             value = _compute(program, inputs, needed, numbers, handle)
             for one in needed:
@@ -87,23 +99,10 @@ class LastingReads:
 
 def _only(program: Program, output: int) -> Program | None:
     """The instructions that make one value; None if they do more than that, or are too many."""
-    values = program.values
-    needed, storages = {output}, {values[output].storage}
-    kept = []
-    for instruction in reversed(program.instructions):
-        writes = {values[value].storage for value in instruction.writes}
-        if not (writes & storages or any(value in needed for value in instruction.defines())):
-            continue
-        is_torchs = instruction.op.partition(".")[0] in ("aten", "prims")
-        if is_effect(instruction) or not is_torchs or any(program.storages[one].is_input for one in writes):
-            return None
-        kept.append(instruction)
-        for value in instruction.reads():
-            needed.add(value)
-            storages.add(values[value].storage)
-    if len(kept) > _MAX_INSTRUCTIONS:
-        return None
-    return dataclasses.replace(program, instructions=tuple(reversed(kept)))
+    program = prune(dataclasses.replace(program, outputs=(output,)), keeps_effects=False)
+    is_pure = all(instruction.is_torchs for instruction in program.instructions)
+    is_small = len(program.instructions) <= _MAX_INSTRUCTIONS
+    return program if is_pure and is_small and not program.storage_writes() else None
 
 
 def _needed(program: Program | None, inputs: Collection[Handle]) -> list[Handle]:

@@ -12,7 +12,7 @@ multiplying it are followed; any other use requires the same value in every repl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _PASS = _PASS_WITH_GRAD | frozenset(
     (
         *("addcmul", "addcdiv", "lerp", "pow", "rpow", "fill", "maximum", "minimum"),
         *("fused_sgd", "fused_adam", "fused_adamw", "fused_adagrad"),
+        "optimize.default",  # an update under a `GradScaler`: program/updates.py
     )
 )
 # Updates of a count, in place, by the name of the function without underscores.
@@ -128,6 +129,22 @@ class Count:
         kind = COUNT_TYPES[self.tensor.dtype]
         self.expression = value if kind == "int" else (kind, value)
         self._version = self.tensor._version
+
+
+def find_counts(values: Iterable[tuple[Place, Any]]) -> dict[int, Count]:
+    """The counts among the values of places, by the id of the tensor."""
+    counts: dict[int, Count] = {}
+    for place, value in values:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.device.type == "cpu"
+            and value.dim() == 0
+            and value.dtype in COUNT_TYPES
+            and value.layout is torch.strided
+            and not (value.requires_grad or value.is_inference())
+        ):
+            counts.setdefault(id(value), Count(value, place))
+    return counts
 
 
 class OpNumbers(TorchFunctionMode):

@@ -112,6 +112,8 @@ class Place:
             OrderedDict.__setitem__(base, self.key, value)
         elif isinstance(base, dict):
             dict.__setitem__(base, self.key, value)
+        elif isinstance(base, list):
+            list.__setitem__(base, self.key, value)
         else:
             base[self.key] = value
 
@@ -134,6 +136,10 @@ def _item(base: Any, key: Any) -> Any:
     if isinstance(base, dict):
         return dict.get(base, key, MISSING)
     try:
+        if isinstance(base, list):  # not by a method of a subclass
+            return list.__getitem__(base, key)
+        if isinstance(base, tuple):
+            return tuple.__getitem__(base, key)
         return base[key]
     except (IndexError, KeyError, TypeError):
         return MISSING

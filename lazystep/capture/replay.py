@@ -1,6 +1,7 @@
 """A captured step: its program, where a replay finds the inputs, and where it puts the outputs.
 
-A `Replay` is made from two recorded calls that agree. Every input of the program must be explained: it is an
+A `Replay` is made from two recorded calls that agree, or from one that agrees with the outline of a call with
+other sizes. Every input of the program must be explained: it is an
 argument, a place, a random draw or a constant that both calls have made. Every number must be explained too:
 it is the same in both calls, or computed from sources that a replay can read again. Whatever the call leaves
 behind must be something that a replay can make. Anything unexplained is a reason not to replay; it is never
@@ -19,29 +20,35 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..interrupts import uninterrupted
-from ..record._recorder import State
+from ..ready import Ready, ReadyReplays
+from ..record._recorder import Binding, State
 from ..record.handle import Handle, Handles, Memory, adopt_host_tensor
 from ..record.tensor import find_handle, find_handles, retype
 from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
 from ._places import is_same
+from .changes import Effect, describe_change
 from .evaluation import Evaluation
 from .lasting import Lasting
+from .outline import Outline
 from .places import Kind, Place
 from .recipes import Context, NotReplayableError, Recipe, Recipes, UnsettledError
-from .recorded import Effect, RecordedCall, describe_change, sources_in
+from .recorded import RecordedCall
 from .surroundings import TensorFacts
-from .traced import Expression
+from .traced import Expression, sources_in
 from .values import CONTAINERS
 
 
 class Replay:
     """Does what a recorded call did, without its Python. `guards` must hold before each `run`."""
 
-    def __init__(self, earlier: RecordedCall, call: RecordedCall) -> None:
+    def __init__(self, earlier: RecordedCall | Outline, call: RecordedCall) -> None:
         """Raises `NotReplayableError` if the two calls do not explain every input, number and result."""
-        assert earlier.program is not None
         assert call.program is not None
+        # A capture from one call is compared with the next call, before any replay: see `Outline`.
+        self.is_confirmed = isinstance(earlier, RecordedCall)
+        # Until then: the constants of that call, each with its position and whose value it was.
+        self._unconfirmed: list[tuple[int, Callable[[], Handle | None], torch.Tensor]] = []
         self.num_runs = 0  # replays and audits
         self.num_replays = 0
         self.last_call = 0  # the number of the step's call that used it last
@@ -68,14 +75,14 @@ class Replay:
         self.lasting = self._find_lasting(earlier, call)
         self._numbers = Evaluation(call, self._expressions, self.guards.outputs)
         self._slots = self._numbers.positions[: len(self._program.scalars)]
+        self._ready = ReadyReplays(self.variant.executable, self._state, self._slots)
 
     # -- binding -------------------------------------------------------------------------------------
 
-    def _bind_inputs(self, earlier: RecordedCall, call: RecordedCall) -> dict[int, Place]:
+    def _bind_inputs(self, earlier: RecordedCall | Outline, call: RecordedCall) -> dict[int, Place]:
         """Find for every input of the program where a replay reads it. Returns the places, by position."""
-        assert earlier.program is not None
         assert call.program is not None
-        if len(earlier.draws) != len(call.draws):
+        if earlier.num_draws != call.num_draws:
             raise UnsettledError("it draws another number of random tensors in each call")
         # Positions of the inputs, by kind.
         found: dict[int, Place] = {}
@@ -89,7 +96,7 @@ class Replay:
         drawn_at = {draw.handle: n for n, draw in enumerate(call.draws)}
         arguments = {h: n for n, v in enumerate(call.leaves) if (h := find_handle(v)) is not None}
         places: dict[Handle, list[Place]] = {}
-        for place in call.witness.reads:
+        for place in call.testimony.reads:
             facts = call.before[place].detail
             if isinstance(facts, TensorFacts) and facts.handle is not None:
                 places.setdefault(facts.handle, []).append(place)
@@ -123,7 +130,7 @@ class Replay:
         self._exact = [
             (number, handle.type)
             for number, leaf in enumerate(call.leaves)
-            if (handle := find_handle(leaf)) is not None and handle.memory in call.witness.placed
+            if (handle := find_handle(leaf)) is not None and handle.memory in call.testimony.placed
         ]
         return found
 
@@ -153,16 +160,21 @@ class Replay:
         )
         self._state = State(runtime.layout_of(self.variant), self._tensors, self._arguments)
 
-    def _find_lasting(self, earlier: RecordedCall, call: RecordedCall) -> list[tuple[bool, int, Lasting]]:
+    def _find_lasting(
+        self, earlier: RecordedCall | Outline, call: RecordedCall
+    ) -> list[tuple[bool, int, Lasting]]:
         """The values that the call has read: whether each is of an argument, and which one or where it is."""
-        found = []
+        found: list[tuple[bool, int, Lasting]] = []
+        if isinstance(earlier, Outline):
+            assert not call.lasting.found, "such a call is not like an outline"
+            return found
         for handle, value in call.lasting.found.items():
             old = earlier.lasting.found.get(handle)
             argument = next((n for n, leaf in enumerate(call.leaves) if find_handle(leaf) == handle), None)
             place = next(
                 (
                     place
-                    for place in call.witness.reads
+                    for place in call.testimony.reads
                     if isinstance(facts := call.before[place].detail, TensorFacts) and facts.handle == handle
                 ),
                 None,
@@ -183,15 +195,22 @@ class Replay:
                 found.append((False, self.guards.outputs[place], value))
         return found
 
-    def values_last(self, leaves: Sequence[Any], values: Sequence[Any]) -> bool:
-        """Whether the tensors whose values the step has read still have them. See `LastingReads`."""
+    def changed_value(self, leaves: Sequence[Any], values: Sequence[Any]) -> str:
+        """Which value that the step has read may be another one now; empty if none. See `LastingReads`."""
         for is_argument, number, value in self.lasting:
             tensor = leaves[number] if is_argument else values[number]
             if find_handle(tensor) != value.handle or not value.is_current:
-                return False
-        return True
+                return f"the value that is read at {value.line}"
+        return ""
 
-    def _constant(self, earlier: RecordedCall, call: RecordedCall, position: int) -> torch.Tensor:
+    def difference(self, leaves: Sequence[Any]) -> str:
+        """What has changed since the capture, so that it can't be replayed; empty if nothing is known."""
+        if changed := self.guards.difference():
+            return changed
+        values = self.guards.hold()
+        return "" if values is None else self.changed_value(leaves, values)
+
+    def _constant(self, earlier: RecordedCall | Outline, call: RecordedCall, position: int) -> torch.Tensor:
         """A copy of the tensor that both calls have made on the CPU with the same values."""
         assert call.program is not None
         before, now = earlier.constants.get(position), call.constants.get(position)
@@ -203,15 +222,18 @@ class Replay:
                 "an op takes a place in the memory of a slice, such as as_strided with an offset, or resizes "
                 "it, or looks at it as elements of another size; give the step a tensor of its own: x.clone()"
             )
-        if earlier.program is not None and earlier.program.inputs[position] == call.program.inputs[position]:
+        if earlier.had_input(position, call.program.inputs[position]):
             raise NotReplayableError(
                 f"the tensor taken by {user} is kept where lazystep can't see it; make it an argument of the "
                 "step, or keep it in an attribute, a variable or a container"
             )
-        if before is None or now is None or before.dtype != now.dtype or not torch.equal(before, now):
+        if isinstance(earlier, Outline) and now is not None:
+            self._unconfirmed.append((position, call.program.inputs[position].weakly(), now))
+        elif before is None or now is None or before.dtype != now.dtype or not torch.equal(before, now):
             raise NotReplayableError(
                 f"the tensor taken by {user} is another one in each call; make it an argument of the step"
             )
+        assert now is not None
         memory = call.program.inputs[position].memory
         if sum(handle.memory == memory for handle in call.program.inputs) > 1:
             raise NotReplayableError(f"the tensor taken by {user} shares memory; make it an argument")
@@ -240,7 +262,7 @@ class Replay:
             pattern.append((first[memory], places[0] - places[1] if sizes[0] == sizes[1] else places))
         return pattern
 
-    def _find_scalars(self, earlier: RecordedCall, call: RecordedCall) -> None:
+    def _find_scalars(self, earlier: RecordedCall | Outline, call: RecordedCall) -> None:
         """Check that every scalar is the same in both calls, or computed from traced numbers."""
         pairs = zip(earlier.scalars, call.scalars, strict=True)
         used = self._program.used_slots()
@@ -249,8 +271,8 @@ class Replay:
                 self._expressions.append(expression)
             elif (expression is not None or old is not None) and slot in used:
                 raise UnsettledError("a number was computed in another way")
-            elif slot not in used or is_same(value, old_value):
-                self._expressions.append(value)
+            elif slot not in used or is_same(value, old_value) or not self.is_confirmed:
+                self._expressions.append(value)  # the next call confirms that it is the same for these sizes
             else:
                 raise NotReplayableError(
                     f"the number in {self._program.user_of_slot(slot)} was {old_value!r} and then {value!r}, "
@@ -259,7 +281,7 @@ class Replay:
 
     # -- outputs ---------------------------------------------------------------------------------------
 
-    def _find_outputs(self, earlier: RecordedCall, call: RecordedCall) -> Recipes:
+    def _find_outputs(self, earlier: RecordedCall | Outline, call: RecordedCall) -> Recipes:
         recipes = Recipes(call, self._expressions)
         if earlier.result_spec != call.result_spec:
             raise UnsettledError("it returns another structure in each call")
@@ -287,7 +309,7 @@ class Replay:
             return  # followed, or refused already
         if isinstance(value, torch.Tensor) and is_changed:
             old, new = before.detail, after.detail
-            if old.flags != new.flags or new.handle is None or place not in call.witness.reads:
+            if old.flags != new.flags or new.handle is None or place not in call.testimony.reads:
                 raise NotReplayableError(describe_change(effect))
             if not recipes.is_made(value):
                 raise NotReplayableError(f"it points {place.name} to memory that the step did not make")
@@ -295,7 +317,9 @@ class Replay:
             return
         if is_changed:
             if isinstance(value, dict) and before.detail[0] is after.detail[0]:
-                written = {p.key for p in call.witness.writes if p.container is place or p.container is value}
+                written = {
+                    p.key for p in call.testimony.writes if p.container is place or p.container is value
+                }
                 changed = set(before.detail[1]) ^ set(after.detail[1])
                 if changed and changed <= written:
                     return  # each of these items is an effect of its own
@@ -314,8 +338,8 @@ class Replay:
         found: set[Any] = set()
         for expression in (*call.expressions(), *self._expressions):
             sources_in(expression, found)
-        for place in call.witness.reads:
-            if type(call.before[place].value) in (int, float) and place in call.witness.numbers:
+        for place in call.testimony.reads:
+            if type(call.before[place].value) in (int, float) and place in call.testimony.numbers:
                 found.add(("place", place))
         return {source[1] for source in found if source[0] == "place"} - call.pinned_places()
 
@@ -354,6 +378,18 @@ class Replay:
         self._numbers.restore(before)
         return refusal if numbers is None else [numbers[slot] for slot in self._slots]
 
+    def confirm(self, call: RecordedCall) -> str:
+        """How the constants of the next call differ from those of the captured one; empty if they don't."""
+        assert call.program is not None
+        for position, find, value in self._unconfirmed:
+            now = call.constants.get(position)
+            is_kept = find() == call.program.inputs[position]
+            if is_kept or now is None or now.dtype != value.dtype or not torch.equal(now, value):
+                user = self._program.user_of(self._program.inputs[position])
+                return f"the tensor taken by {user} is another one in each call"
+        self._unconfirmed.clear()
+        return ""
+
     def plan_next_audit(self, seconds: float, early: int, share: float, least: int) -> None:
         """After an audit that took `seconds`: audits come after 1, 2, 4, ... `early` replays, then steadily.
 
@@ -362,6 +398,10 @@ class Replay:
         self.num_runs += 1
         now = time.perf_counter()
         since, self._audited_at = now - self._audited_at, now
+        if not self.is_confirmed:
+            # The captures of its relatives have early audits, and this one does the same but for sizes.
+            self.is_confirmed, self.next_audit = True, max(early, least)
+            return
         if self.next_audit < early:
             self.next_audit *= 2
             return
@@ -434,7 +474,11 @@ class Replay:
                 moved = torch.tensor(made.number(index), dtype=dtype)
                 given.append((position, adopt_host_tensor(moved)))
             scalars = functools.partial(_take, numbers, self._slots)
-            runtime.replay(self.variant, self._state, given, scalars, context, add_closures)
+
+            def make_ready(binding: Binding) -> Ready | None:
+                return self._ready.make(binding, [position for position, _ in given], numbers)
+
+            runtime.replay(self.variant, self._state, given, scalars, make_ready, context, add_closures)
         except BaseException:
             if not is_queued and before:  # then the counts are those of the step before
                 self._numbers.restore(before)

@@ -7,7 +7,8 @@ import re
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import islice
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from .. import metrics
@@ -22,12 +23,23 @@ from ..record.tensor import find_handle
 from ..runtime import runtime
 from ..step_closures import DeviceContext, get_device_context
 from ._places import is_same
-from .arguments import Kind, MovedArguments, Structure, kind_difference, kind_of, put_together, take_apart
+from .arguments import (
+    Kind,
+    MovedArguments,
+    Structure,
+    differ_in_sizes,
+    kind_difference,
+    kind_of,
+    put_together,
+    take_apart,
+)
+from .outline import Outline
+from .place_finder import STEPS_KEY
 from .places import Places
 from .recipes import NotReplayableError, UnsettledError
 from .recorded import RecordedCall
 from .replay import Replay
-from .witness import STEPS_KEY, obstacle
+from .witness import obstacle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,10 +48,12 @@ _EARLY_AUDITS = 32  # audits come after 1, 2, 4, ... replays up to this number, 
 _AUDIT_SHARE = 0.01  # of the time, at most, for steady audits
 _MIN_INTERVAL = 64
 _MAX_CHANGES = 12
+_MAX_NEW_SIZES = 24  # calls in a row, each with a size that no earlier call had
 _MAX_RECENT = 4
 _MAX_SKIPPED = 64  # calls between two tries to capture a step that could not be captured
 _MAX_PLACES = 20_000
-_MAX_KINDS = 16
+_MAX_KINDS = 16  # without a capture; of those that differ in sizes, as many as captures are kept
+_MAX_OUTLINES = 8
 
 # Captures and refusals of all steps in the process, also of deleted ones: for the report of a run.
 reasons: deque[str] = deque(maxlen=64)
@@ -51,36 +65,25 @@ class _Captures:
     def __init__(self, changed: str) -> None:
         """`changed`: how these arguments differ from those of the kind before."""
         self.changed = changed
-        self.places = Places()
         # The last calls that might agree with the next one: gradient accumulation alternates between two.
         self.recent: list[RecordedCall] = []
         self.replays: list[Replay] = []
         self.has_recorded = False
+        # Other kinds differ in more than sizes, or a capture from one call was not confirmed.
+        self.needs_two_calls = False
         self.num_changed = 0  # recordings in a row that found something changed
         self.num_unsettled = 0  # recordings in a row that could neither be captured nor refused
         self.num_refused = 0  # recordings in a row that were refused
         self.num_to_skip = 0  # calls that are recorded without a witness
-        self.reads_new_argument = False  # the last witnessed call, which the one before it did not have
+        self.needed_new_argument = False  # the last witnessed call: see `LastingReads`
         self._last_arguments: list[Callable[[], Handle | None]] = []  # of the last witnessed call
 
-    def may_last(self, leaves: list[Any]) -> Callable[[Handle], bool]:
-        """Tells whether the value of a tensor may last: not that of an argument that is new in this call."""
+    def new_arguments(self, leaves: list[Any]) -> set[Handle]:
+        """The arguments of a witnessed call that the last one did not have."""
         arguments = {handle for leaf in leaves if (handle := find_handle(leaf)) is not None}
         before = {handle for find in self._last_arguments if (handle := find()) is not None}
         self._last_arguments = [handle.weakly() for handle in arguments]
-        self.reads_new_argument = False
-
-        def may_last(handle: Handle) -> bool:
-            is_new = handle in arguments and handle not in before
-            self.reads_new_argument |= is_new
-            return not is_new
-
-        return may_last
-
-    def forget_calls(self) -> None:
-        """Let go of everything that is known of earlier calls, but for the captures."""
-        self.recent.clear()
-        self.places = Places()
+        return arguments - before
 
 
 class _BoundSteps(dict[int, "Step[..., Any]"]):
@@ -118,7 +121,11 @@ class Step(Generic[P, R]):
         self._max_captures = max_captures
         self._bound: dict[int, tuple[Any, Step[..., Any]]] = {}  # of objects without a `__dict__`
         self._captures: dict[Kind, _Captures] = {}
+        # Of all kinds: a call of a new kind mostly reads and writes where the others do.
+        self._places = Places()
+        self._outlines: list[Outline] = []  # of calls that did different things, the last used ones first
         self._num_new_kinds = 0  # calls in a row whose arguments had a new kind
+        self._num_useless = 0  # captures in a row that were dropped and had hardly been used
         self._warned: set[str] = set()
         self._reasons: dict[str, str] = {}  # the last reason of each kind
         # The inputs of the program that the last call has recorded, and which of them it writes.
@@ -166,7 +173,7 @@ class Step(Generic[P, R]):
         moved: MovedArguments | None = None
         for replay in captures.replays:
             values = replay.guards.hold()
-            if values is None or (replay.lasting and not replay.values_last(leaves, values)):
+            if values is None or (replay.lasting and replay.changed_value(leaves, values)):
                 continue
             if self._is_audit_due(replay):
                 moved = MovedArguments(args, kwargs, leaves, structure)
@@ -193,26 +200,31 @@ class Step(Generic[P, R]):
             self._num_new_kinds = 0
             return captures
         self._num_new_kinds += 1
-        changed = kind_difference(next(reversed(self._captures)), kind) if self._captures else ""
-        if self._num_new_kinds == _MAX_CHANGES:
+        last = next(reversed(self._captures), None)
+        changed = "" if last is None else kind_difference(last, kind)
+        # Sizes that vary come again in the end; each has a capture.
+        has_sizes = any(differ_in_sizes(one, kind) for one in islice(reversed(self._captures), _MAX_KINDS))
+        if self._num_new_kinds == (_MAX_NEW_SIZES if has_sizes else _MAX_CHANGES):
             self._fall_back(f"{changed} in each call")
         idle = [key for key, one in self._captures.items() if not one.replays]
-        if len(idle) >= _MAX_KINDS:
+        if len(idle) >= (max(_MAX_KINDS, self._max_captures) if has_sizes else _MAX_KINDS):
             del self._captures[idle[0]]
-        self._captures[kind] = _Captures(changed)
-        return self._captures[kind]
+        captures = self._captures[kind] = _Captures(changed)
+        captures.needs_two_calls = not has_sizes
+        # A witness costs more than a recording. It does not pay where captures go before they are used.
+        captures.num_to_skip = min(self._num_useless, _MAX_SKIPPED)
+        return captures
 
     # -- recording -----------------------------------------------------------------------------------
 
     def _record(
         self, captures: _Captures, leaves: list[Any], structure: Structure, context: DeviceContext
     ) -> R:
-        changed = captures.replays[0].guards.difference() if captures.replays else ""
+        changed = captures.replays[0].difference(leaves) if captures.replays else ""
         hindrance = obstacle()
         is_witnessed = not hindrance and not captures.num_to_skip
-        did_read_new_argument = captures.reads_new_argument
-        may_last = captures.may_last(leaves) if is_witnessed else None
-        call = self._record_once(captures, leaves, structure, context, is_witnessed, may_last)
+        new_arguments = captures.new_arguments(leaves) if is_witnessed else None
+        call = self._record_once(captures, leaves, structure, context, is_witnessed, new_arguments)
         result: R = call.result
         call.drop_tensors()
         if hindrance:
@@ -225,8 +237,8 @@ class Step(Generic[P, R]):
             captures.recent.clear()
             # A first call may fill caches and create state. A side effect that also happens in the second
             # call happens in every call.
-            is_new = captures.reads_new_argument and not did_read_new_argument  # it may come again
-            if captures.has_recorded and not is_new:
+            may_come_again = call.lasting.needs_new_argument and not captures.needed_new_argument
+            if captures.has_recorded and not may_come_again:
                 self._refuse(captures, call.reason)
             elif captures.has_recorded:
                 self._note(f"recorded, not captured yet: {call.reason}")
@@ -234,6 +246,8 @@ class Step(Generic[P, R]):
         else:
             captures.has_recorded = True
             self._try_to_capture(captures, call, changed)
+        if is_witnessed:
+            captures.needed_new_argument = call.lasting.needs_new_argument
         return result
 
     def _try_to_capture(self, captures: _Captures, call: RecordedCall, changed: str) -> None:
@@ -245,10 +259,13 @@ class Step(Generic[P, R]):
         changed_since = "" if last is None else call.difference(last)
         if changed_since:
             unsettled = f"{changed_since} changes between calls"
+        if not captures.replays and self._capture_like_another(captures, call):
+            return
         earlier = next((one for one in captures.recent if _agree(one, call)), None)
         if earlier is not None and call.is_complete:
             try:
                 self._add_capture(captures, Replay(earlier, call), changed)
+                self._remember(call)
                 return
             except UnsettledError as error:
                 unsettled = unsettled or str(error)
@@ -259,14 +276,43 @@ class Step(Generic[P, R]):
                     return
         captures.recent.insert(0, call)
         del captures.recent[_MAX_RECENT:]
-        if len(captures.places) > _MAX_PLACES:
-            captures.forget_calls()
+        self._remember(call)
+        if len(self._places) > _MAX_PLACES:
+            self._forget_calls()
         captures.num_unsettled += 1
         self._note(f"recorded, not captured yet: {unsettled or 'no earlier call did the same'}")
         if captures.num_unsettled == _MAX_CHANGES:
             captures.num_unsettled = 0
             reason = unsettled or "no two calls do the same"
             self._refuse(captures, f"{reason}; make what varies an argument of the step")
+
+    def _capture_like_another(self, captures: _Captures, call: RecordedCall) -> bool:
+        """Make a capture of this call alone, if an earlier call of another kind differs in sizes only."""
+        if captures.recent or captures.needs_two_calls or not call.is_complete:
+            return False
+        for number, outline in enumerate(self._outlines):
+            if outline.is_like(call):
+                try:
+                    replay = Replay(outline, call)
+                except NotReplayableError:
+                    return False  # what varies with the sizes may be the same in the next call of this kind
+                self._outlines.insert(0, self._outlines.pop(number))
+                self._add_capture(captures, replay, "")
+                metrics.count("captures_from_one_call")
+                return True
+        return False
+
+    def _remember(self, call: RecordedCall) -> None:
+        if call.program is not None:
+            others = [outline for outline in self._outlines if not outline.is_like(call)]
+            self._outlines = [Outline(call), *others[: _MAX_OUTLINES - 1]]
+
+    def _forget_calls(self) -> None:
+        """Let go of everything that is known of earlier calls, but for the captures."""
+        for captures in self._captures.values():
+            captures.recent.clear()
+        self._outlines.clear()
+        self._places = Places()
 
     def _add_capture(self, captures: _Captures, replay: Replay, changed: str) -> None:
         captures.num_unsettled = captures.num_refused = 0
@@ -301,6 +347,7 @@ class Step(Generic[P, R]):
             return
         replay, captures = min(found, key=lambda one: one[0].last_call)
         captures.replays.remove(replay)
+        self._num_useless = self._num_useless + 1 if replay.num_replays < 2 else 0
         metrics.count("captures_dropped")
         text = (
             f"more than {self._max_captures} captures (max_captures): the least recently used one is dropped"
@@ -321,12 +368,12 @@ class Step(Generic[P, R]):
         structure: Structure,
         context: DeviceContext,
         is_witnessed: bool,
-        may_last: Callable[[Handle], bool] | None,
+        new_arguments: Collection[Handle] | None,
     ) -> RecordedCall:
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
         call = RecordedCall(
-            self._function, leaves, structure, context, captures.places, is_witnessed, may_last
+            self._function, leaves, structure, context, self._places, is_witnessed, new_arguments
         )
         if call.program is not None:
             executable = call.program.variant.executable
@@ -355,6 +402,8 @@ class Step(Generic[P, R]):
     # -- audits --------------------------------------------------------------------------------------
 
     def _is_audit_due(self, replay: Replay) -> bool:
+        if not replay.is_confirmed:
+            return True
         if self._audit_every is not None:
             return self._audit_every > 0 and (replay.num_runs + 1) % self._audit_every == 0
         return replay.num_replays >= replay.next_audit
@@ -371,15 +420,21 @@ class Step(Generic[P, R]):
         """Record the call, which always gives the right result, and compare it with the replay."""
         predicted = replay.predict(leaves, values)
         start = time.perf_counter()
-        # Whatever it reads is right in this call; `values_last` has looked whether a replay may rest on it.
-        call = self._record_once(captures, leaves, structure, context, is_witnessed=False, may_last=_any)
-        replay.plan_next_audit(time.perf_counter() - start, _EARLY_AUDITS, _AUDIT_SHARE, _MIN_INTERVAL)
+        # Whatever it reads is right in this call; `changed_value` has looked whether a replay may rest on it.
+        call = self._record_once(captures, leaves, structure, context, is_witnessed=False, new_arguments=())
+        seconds = time.perf_counter() - start
         metrics.count("captures_audited")
         result: R = call.result
         difference = "" if call.disturbance else _audit_difference(replay, call, predicted)
+        if not (difference or replay.is_confirmed):
+            difference = call.disturbance or replay.confirm(call)
         if difference:
             captures.replays.remove(replay)
-            captures.forget_calls()
+            if not replay.is_confirmed:
+                captures.needs_two_calls = True
+                self._note(f"captured from one call, and not confirmed by the next: {difference}")
+                return result
+            self._forget_calls()
             metrics.count("captures_outdated")
             message = (
                 f"{self._name} does something else than when it was captured: {difference}. "
@@ -389,6 +444,7 @@ class Step(Generic[P, R]):
             if self._fullgraph:
                 raise CaptureError(message)
             _warn(message)
+        replay.plan_next_audit(seconds, _EARLY_AUDITS, _AUDIT_SHARE, _MIN_INTERVAL)
         replay.num_since_audit = 0
         return result
 
@@ -485,10 +541,6 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
         if not is_same(predicted[slot], actual[slot]):
             return f"a number is {actual[slot]!r}, a replay would have used {predicted[slot]!r}"
     return ""
-
-
-def _any(handle: Handle) -> bool:
-    return True
 
 
 def _without_numbers(text: str) -> str:

@@ -15,7 +15,7 @@ from ..record.handle import Handle
 from ..record.tensor import HAS_GRADIENT, find_handle, gradient_flags
 from ._places import is_same
 from .places import MISSING, Kind, Place
-from .values import BUFFERS, CONTAINERS, MAX_COMPARED, Version, contents_of, is_simple
+from .values import BUFFERS, CONTAINERS, MAX_COMPARED, Version, contents_of, is_simple, keys_of
 
 
 class TensorFacts(NamedTuple):
@@ -64,7 +64,7 @@ def detail_of(value: Any) -> Any:
         flags = gradient_flags([value])[0] & ~HAS_GRADIENT  # the place of the gradient tells this
         return TensorFacts(handle, flags, Version(value) if value.device.type == "cpu" else None)
     if isinstance(value, dict):
-        return type(value), tuple(value)
+        return type(value), keys_of(value)
     if isinstance(value, CONTAINERS):
         return type(value), len(value)
     if isinstance(value, (*BUFFERS, frozenset)) and getattr(value, "nbytes", 0) <= MAX_COMPARED:
@@ -79,9 +79,15 @@ def are_same(before: Found, after: Found) -> bool:
             return False
         return is_same(before.value, after.value)
     if isinstance(before.value, CONTAINERS) and not isinstance(before.value, tuple):
-        old, new = before.detail, after.detail
-        return old[0] is new[0] and (old[1] == new[1] if type(old[1]) is int else _same_keys(old[1], new[1]))
+        return have_same_structure(before.detail, after.detail)
     return bool(before.detail == after.detail)
+
+
+def have_same_structure(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
+    """Whether two containers are of one type and have the same length or keys. A key may be a tensor."""
+    if old[0] is not new[0] or type(old[1]) is not type(new[1]):
+        return False
+    return bool(old[1] == new[1]) if type(old[1]) is int else _same_keys(old[1], new[1])
 
 
 def _same_keys(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:

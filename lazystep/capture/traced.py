@@ -7,7 +7,7 @@ the results remember their expressions, too. Comparisons become guards of the re
 Code in C can't follow: it gets the plain number, and a guard requires the same value in every replay. This is
 called *pinning*. The witness pins what goes into C functions, `Trace` what Python asks of the number itself.
 
-See capture/numbers_in_ops.py for how a number goes into an op.
+See capture/op_numbers.py for how a number goes into an op.
 """
 
 from __future__ import annotations
@@ -387,3 +387,13 @@ class Writer:
         exec(compile("\n".join(self._lines), "<lazystep scalars>", "exec"), self._scope)
         evaluate: Callable[[Any, Any], list[Any] | None] = self._scope["evaluate"]
         return evaluate, [distinct[code] for code in values]
+
+
+def sources_in(expression: Expression, found: set[Any]) -> None:
+    """Collect the sources of an expression."""
+    if isinstance(expression, tuple):
+        if expression[0] in SOURCES:
+            found.add(expression)
+        else:
+            for part in expression[1:]:
+                sources_in(part, found)

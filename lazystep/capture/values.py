@@ -50,12 +50,19 @@ def is_simple(value: Any) -> bool:
     return isinstance(value, _SIMPLE) and not isinstance(value, (enum.Enum, np.void))
 
 
+def keys_of(names: dict[Any, Any]) -> tuple[Any, ...]:
+    """The keys of a dict in their order, without running a method of a subclass."""
+    if isinstance(names, collections.OrderedDict):
+        return tuple(collections.OrderedDict.keys(names))
+    return tuple(dict.keys(names))
+
+
 def contents_of(container: Any) -> Any:
     """What is in a set or an array now, to be compared with `==`. Keeps nothing of a large array."""
     if isinstance(container, np.ndarray):
         if container.dtype.hasobject:
             return container.shape, [_Same(element) for element in container.ravel()]
-        return container.dtype, container.shape, container.tobytes()
+        return container.dtype, container.shape, container.flags.num, container.tobytes()
     if isinstance(container, np.void):
         return container.dtype, container.tobytes()
     if isinstance(container, array.array):

@@ -703,6 +703,15 @@ def scripted_module(device: str) -> Scene:
     return Scene(step=lambda x: model(x), change=assign(model, "scale", 3.0))
 
 
+@refused
+def method_of_a_scripted_module(device: str) -> Scene:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(Scaled()).to(device)
+    forward = model.forward
+    return Scene(step=lambda x: forward(x), change=assign(model, "scale", 3.0))
+
+
 refused.rows(
     tensor_that_is_a_view=view_or_not(lambda weight: weight._is_view()),
     tensor_with_a_base=view_or_not(lambda weight: weight._base is not None),

@@ -201,3 +201,15 @@ def test_memory_that_the_host_fills_again_after_the_read() -> None:
             scale.copy_(torch.tensor(float(number)))
         assert step(x).tolist() == [number // 3 * 3.0] * 2
     assert step.num_replayed > 0
+
+
+def test_new_capture_says_which_value_has_changed() -> None:
+    model = Model("lazy")
+    step = captured(lambda x: x * model.scale.item())
+    x = torch.ones(3).to("lazy")
+    for number in range(8):
+        if number == 4:
+            model.scale.add_(1)
+        step(x)
+    assert "captured anew: the value that is read at" in step.explain()
+    assert "test_lasting.py" in step.explain()

@@ -122,3 +122,20 @@ def test_collecting_garbage_is_no_obstacle() -> None:
 def _call(step: Any, x: torch.Tensor) -> None:
     for _ in range(4):
         step(x)
+
+
+def test_questions_about_accelerators_are_compared_and_not_refused() -> None:
+    """Models of other packages ask them in each step, as whether CUDA captures a graph. Some raise."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        try:
+            is_ready = torch._C._accelerator_isAllocatorInitialized()
+        except RuntimeError:  # there is none
+            is_ready = None
+        return x * (3 if is_ready is not None or torch._C._mps_is_available() else 2)
+
+    scaled = lazystep.step(step)
+    for _ in range(4):
+        x = torch.ones(2).to("lazy")
+        assert torch.equal(scaled(x).cpu(), step(x).cpu())
+    assert scaled.num_replayed >= 1, scaled.explain()

@@ -5,12 +5,7 @@ the code is first entered (`want_instructions`). Events come from all threads; t
 callback runs no frame of its own, so the thread's current frame is the one that the event is about. What a
 callback calls sends no events. Other tools see theirs as before. */
 
-static int on_frame(_PyInterpreterFrame *frame);
-static void on_leave(_PyInterpreterFrame *frame);
-static void on_raise(_PyInterpreterFrame *frame);
-static int on_unit(_PyInterpreterFrame *frame, Py_ssize_t unit);
-static int is_looking(void);
-static void finish_event(int done);
+#include "events.h"
 
 /* As sys.monitoring.events numbers them. */
 enum { EVENT_INSTRUCTION, EVENT_ENTER, EVENT_LEAVE, EVENT_RAISE, NUM_CALLBACKS };

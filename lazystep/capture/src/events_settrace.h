@@ -2,12 +2,7 @@
 
 #define find_depths(decoded, code, units) ((void)(units), 0) /* the frame knows */
 
-static int on_frame(_PyInterpreterFrame *frame);
-static void on_leave(_PyInterpreterFrame *frame);
-static void on_raise(_PyInterpreterFrame *frame);
-static int on_unit(_PyInterpreterFrame *frame, Py_ssize_t unit);
-static int is_looking(void);
-static void finish_event(int done);
+#include "events.h"
 
 static int on_event(PyObject *unused, PyFrameObject *object, int what, PyObject *arg)
 {

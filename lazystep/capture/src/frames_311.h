@@ -17,16 +17,7 @@ static inline PyObject **top_of(_PyInterpreterFrame *frame, const Operation *ope
     return frame->localsplus + frame->stacktop;
 }
 
-/* The stack is: method or NULL, self or callable, arguments. */
-static inline PyObject **callable_of(PyObject **top, int num_args)
-{
-    return top[-(num_args + 2)] != NULL ? &top[-(num_args + 2)] : &top[-(num_args + 1)];
-}
-
-static inline PyObject **arguments_of(PyObject **top, int num_args) { return callable_of(top, num_args) + 1; }
-
-/* For `f(*a, **k)`: the callable is right below the arguments. */
-#define EXPANDED_CALLABLE_BELOW 1
+#include "calls_before_313.h"
 
 static Operation operation_of(int opcode, int oparg)
 {

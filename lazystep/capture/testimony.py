@@ -1,0 +1,63 @@
+"""What is known of a call after it was witnessed: the places that it has read, written and looked at.
+
+Pure data. The witness fills it while the call runs; `RecordedCall`, `Guards` and `Replay` read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..record.handle import Memory
+from .places import Place, Places
+
+# Answers to a read, for src/witness.c: follow numbers there; objects there are outside.
+FOLLOW, OUTSIDE = 1, 2
+
+
+class Testimony:
+    """Everything that one call has read, written and looked at."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.reads: dict[Place, None] = {}
+        self.writes: dict[Place, None] = {}
+        self.structures: dict[Place, None] = {}  # lists, dicts and tuples that were looked at as a whole
+        self.contents: dict[Place, None] = {}  # sets and arrays that were looked at
+        self.present: set[Place] = set()  # of which only is compared that something is there
+        self.compares_tensors = False  # whether two tensors are one
+        self.identified_places: set[Place] = set()  # containers of which it matters which one they are
+        self.pinned: set[Place] = set()  # of values that C code has looked at
+        self.numbers: set[Place] = set()  # places of numbers that were followed
+        self.shallow: set[Place] = set()  # of other packages: compared by identity
+        self.placed: set[Memory] = set()  # of lazy tensors whose `storage_offset` was asked for
+        # Functions in C that tell a state, with their arguments, and what they have told.
+        self.told: dict[tuple[Any, tuple[Any, ...]], Any] = {}
+        self.caches: dict[int, Any] = {}  # functions with `functools.lru_cache`
+        self.numbers_stored: list[tuple[int, Any, Any]] = []  # where traced numbers were put
+        self.reason = ""  # why the call can't be captured
+
+    def note(self, place: Place) -> None:
+        """A place is read: what is there is compared before a replay."""
+        self.present.discard(place)
+        if place not in self.reads:
+            if type(place.container) is Place:
+                self.note(place.container)  # before what is in it
+            self.reads[place] = None
+
+    def note_shallow(self, place: Place) -> None:
+        """A place is read, and what is there is compared by identity only."""
+        self.note(place)
+        self.shallow.add(place)
+
+    def note_structure(self, place: Place) -> None:
+        """The length or the keys of a container are read."""
+        self.structures[place] = None
+        self.note(place)
+
+    def used_places(self) -> dict[Place, None]:
+        """All places that the call has read or written."""
+        return {**self.reads, **self.writes}
+
+    def refuse(self, reason: str) -> None:
+        """Don't capture this call."""
+        self.reason = self.reason or reason
