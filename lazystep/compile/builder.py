@@ -2,8 +2,8 @@
 
 A request brings a program; its `deliver` callback gets a library or a `BuildError`. The thread looks for the
 program's library on disk, and if there is none, sends the program to the builder process. The process starts
-at the first build and stays alive. If it crashes, it is started again, a few times. At exit it is killed,
-because no build is worth waiting for then.
+before the first build (`prepare`) and stays alive. If it crashes, it is started again, a few times. At exit
+it is killed, because no build is worth waiting for then.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import metrics, timeline
-from ..config import settings
+from ..config import settings, variable
 from ..family.plan import Plan, region_from_data
 from ..notices import notice
 from ..program.program import Program
 from ..program.serialize import NotPlainError, to_json
-from .cache import CacheError, Library, LibraryCache, cache_directory
+from . import priority
+from .cache import CacheError, Library, LibraryCache, cache_directory, make_private
 from .key import NoCompilerError, environment, family_key, inductor_options, library_key
 
 COMMAND = (sys.executable, "-m", "lazystep.compile.worker")
@@ -39,6 +40,8 @@ _MAX_CRASHES = 3
 # A family with more regions than this is none.
 MAX_FAMILY_LIBRARIES = 4
 _POLL_SECONDS = 0.2
+# A build that takes longer has met a machine without idle processors.
+_PATIENCE_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 # Failures of the machine or its tools, about which the user can do something, so they are noticed. Other
 # reasons are properties of the program; `debug.explain` shows them.
@@ -70,6 +73,11 @@ class Request:
     plan: Plan | None = None
 
 
+class _Preparation(NamedTuple):
+    num_threads: int
+    if_cache_is_empty: bool
+
+
 class Builder:
     """Serves build requests from any thread. There is one builder per process."""
 
@@ -89,6 +97,11 @@ class Builder:
         self._cache: LibraryCache | None = None
         self._cache_for: Path | None = None
         self._own_directory: Path | None = None
+        self._preparation: _Preparation | None = None
+        self._has_prepared = False
+        self._num_waiting = 0  # threads that wait for builds
+        self._pipe_lock = threading.Lock()  # for a line to the process
+        self._priority = priority.IDLE
 
     # -- for any thread ---------------------------------------------------------------------------
 
@@ -99,15 +112,61 @@ class Builder:
                 return
             self._queue.append(request)
             metrics.count("builds_requested")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="lazystep-builder", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
+            self._wake()
+
+    def prepare(self, num_threads: int, if_cache_is_empty: bool = False) -> None:
+        """Have the builder process started and prepared for a first build, once. Never waits.
+
+        `if_cache_is_empty`: the programs to come are not known, so libraries on disk may serve them all.
+        """
+        with self._condition:
+            if self._closed or self._has_prepared or self._process is not None:
+                return
+            self._preparation = _Preparation(num_threads, if_cache_is_empty)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="lazystep-builder", daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
 
     def wait_idle(self, timeout: float) -> bool:
-        """Block until every requested build has ended; False if this takes longer than `timeout` seconds."""
-        with self._condition:
+        """Block until every requested build has ended; False if this takes longer than `timeout` seconds.
+
+        Meanwhile builds have normal priority, as far as the system allows to raise it.
+        """
+        with self.waiting(), self._condition:
             return self._condition.wait_for(self._is_idle, timeout)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside the block somebody waits for a build, which has normal priority then."""
+        with self._condition:
+            self._num_waiting += 1
+        self._set_priority()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._num_waiting -= 1
+            self._set_priority()
+
+    def _set_priority(self, is_starved: bool = False) -> None:
+        """Tell the process its priority. From any thread, also while the process builds."""
+        wanted = priority.NORMAL if self._num_waiting or is_starved else priority.IDLE
+        if wanted == self._priority or not self._pipe_lock.acquire(timeout=_POLL_SECONDS):
+            return  # a long program is on its way to a slow process
+        try:
+            process = self._process
+            if process is not None and process.stdin is not None:
+                process.stdin.write(json.dumps({"priority": wanted}).encode() + b"\n")
+                process.stdin.flush()
+                self._priority = wanted
+        except (OSError, ValueError):
+            pass  # it has ended: the build thread will notice
+        finally:
+            self._pipe_lock.release()
 
     @property
     def num_pending(self) -> int:
@@ -166,14 +225,18 @@ class Builder:
     def _work(self) -> None:
         while True:
             with self._condition:
-                while not self._queue and not self._closed:
+                while not self._queue and not self._closed and self._preparation is None:
                     self._condition.wait()
                 if self._closed:
                     return
+                preparation, self._preparation = self._preparation, None
                 request = self._current = self._take_next()
                 if request is None:
                     self._condition.notify_all()
-                    continue
+            if request is None:
+                if preparation is not None:
+                    self._prepare(preparation)
+                continue
             result: Library | BuildError | None
             try:
                 result = self._serve(request)
@@ -322,6 +385,30 @@ class Builder:
 
     # -- the process -------------------------------------------------------------------------------
 
+    def _prepare(self, preparation: _Preparation) -> None:
+        """Start the process, and stay as in a build until it is prepared or a request comes."""
+        try:
+            cache = self._open_cache()
+            if preparation.if_cache_is_empty and not cache.is_empty():
+                return  # the first program without a library asks again
+            options = inductor_options(preparation.num_threads)
+            self._has_prepared = True
+            process = self._start(cache)
+            self._send(process, {"id": 0, "options": options})
+            with self._while_building(), selectors.DefaultSelector() as selector:
+                assert process.stdout is not None
+                selector.register(process.stdout.fileno(), selectors.EVENT_READ)
+                while not self._closed and not self._queue and not selector.select(_POLL_SECONDS):
+                    pass
+        except (BuildError, NoCompilerError, CacheError, OSError, subprocess.SubprocessError):
+            pass  # a build reports the reason
+
+    def _send(self, process: subprocess.Popen[bytes], question: Mapping[str, Any]) -> None:
+        assert process.stdin is not None
+        with self._pipe_lock:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+
     def _ask(self, cache: LibraryCache, request: Request, text: str, directory: Path) -> dict[str, Any]:
         process = self._process
         if process is None or process.poll() is not None:
@@ -338,10 +425,13 @@ class Builder:
         if request.plan is not None:
             question["family"] = request.plan.to_data()
         try:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-            line = self._read_line(process)
+            self._send(process, question)
+            while True:
+                answer: dict[str, Any] = json.loads(self._read_line(process))
+                for kind, number in answer["made"].items():
+                    metrics.count(f"{kind}_compiled", number)
+                if answer["id"] == question["id"]:
+                    return answer  # the other answer says that the process is prepared
         except TimeoutError as error:
             self._kill()
             raise BuildError("timeout", str(error)) from error
@@ -353,8 +443,6 @@ class Builder:
                     "crashes", f"the builder process died {self._num_crashes} times; nothing more is built"
                 )
             raise BuildError("crash", f"the builder process died ({error})") from error
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
     def _start(self, cache: LibraryCache) -> subprocess.Popen[bytes]:
         if self._num_crashes >= _MAX_CRASHES:
@@ -367,24 +455,34 @@ class Builder:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environ.get("PYTHONPATH")]))
         environ["OMP_NUM_THREADS"] = "1"
         try:
+            environ[variable("header_dir")] = str(
+                make_private(Path(settings.header_dir or cache.root / "headers"))
+            )
+        except OSError as error:
+            raise CacheError(f"the directory of headers can't be used: {error}") from error
+        self._has_prepared = True  # or not needed any more
+        try:
             self._process = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environ,
-                start_new_session=True,
+                process_group=0,  # and not a new session: see `priority`
             )
         except OSError as error:
             raise BuildError("system", f"the builder process can't be started: {error}") from error
         metrics.count("builder_starts")
+        self._priority = priority.IDLE
+        self._set_priority()
         if self._closed:  # closed while the process was starting
             self._kill()
         return self._process
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
         assert process.stdout is not None
-        deadline = time.monotonic() + settings.build_timeout
+        start = time.monotonic()
+        deadline = start + settings.build_timeout
         descriptor = process.stdout.fileno()
         line = b""
         with selectors.DefaultSelector() as selector:
@@ -395,23 +493,36 @@ class Builder:
                     raise TimeoutError(
                         f"the build took more than {settings.build_timeout:g} s (setting build_timeout)"
                     )
+                if time.monotonic() - start > _PATIENCE_SECONDS:
+                    self._set_priority(is_starved=True)
                 if selector.select(min(left, 1.0)):
                     chunk = os.read(descriptor, 65536)
                     if not chunk:
-                        raise EOFError(f"exit status {process.wait(5)}")
+                        raise EOFError(f"exit status {_wait_for_end(process)}")
                     line += chunk
+        self._set_priority()
         return line
 
     def _kill(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
+        # With the idle policy a killed process may not get to its end while others take all processors.
+        priority.set_group(process.pid, priority.NORMAL)
         _send_kill(process)
-        process.wait(5)
+        _wait_for_end(process)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # the process never read a request
                     pipe.close()
+
+
+def _wait_for_end(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit status; None if the process, which is ending, has not got there within 5 s."""
+    try:
+        return process.wait(5)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _family_keys(skeleton: str, num_threads: int) -> list[str]:

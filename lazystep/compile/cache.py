@@ -83,8 +83,7 @@ class LibraryCache:
         cache = cls(root)
         try:
             for directory in (root, cache._entries, cache._temporary):
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                check_private(directory)
+                make_private(directory)
             cache._remove_stale()
         except OSError as error:
             raise CacheError(f"the cache directory {root} can't be used: {error}") from error
@@ -187,6 +186,10 @@ class LibraryCache:
                 found.append(Entry(path.name, nbytes, path.stat().st_mtime, manifest))
         return found
 
+    def is_empty(self) -> bool:
+        """Whether there is no entry."""
+        return next(self._entries.iterdir(), None) is None
+
     @contextlib.contextmanager
     def building(self, key: str) -> Iterator[bool]:
         """Hold the right to build `key`; yields False if another process holds it."""
@@ -233,6 +236,13 @@ class LibraryCache:
                 is_orphan = path.is_dir() and pid.isdigit() and not _is_running(int(pid))
                 if path.is_dir() and (is_old or is_orphan):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def make_private(directory: Path) -> Path:
+    """Make a directory unless it is there. Raises `CacheError` unless only the user can write to it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(directory)
+    return directory
 
 
 def check_private(directory: Path) -> None:

@@ -1,22 +1,97 @@
-"""torch's fused optimizer ops, decomposed into plain ops that Inductor can fuse with the surrounding ones.
+"""torch's fused optimizer ops: one node of the graph each, which calls torch's own kernel.
 
 Inductor does not know all fused kernels. It calls those that it knows with the learning rate as a constant,
-so each new learning rate of a schedule would need another library. Here the learning rate is an input of the
-library, and the other hyperparameters are constants in it. The formulas are those of torch's CPU kernels.
+so each new learning rate of a schedule would need another library. So `whole_call` writes the call as text
+for the op `lazystep::update` (`execute/fused.h`), with the learning rate as an input of the library.
+
+A call whose tensors have low precision or are parts of a larger memory, or that leaves unscaled gradients
+behind for somebody, is decomposed into plain ops that Inductor knows. The formulas are those of torch's CPU
+kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .scalars import FreeScalar
+from ..program.program import Arg, Program, Ref, resolve_op
+from ..program.signature import Signature
+from .scalars import FreeScalar, base_name, bind
+from .update import Lanes, Place, is_whole, layout_of, number_text, place_of
 
 Number = Any  # a float, a 0-d tensor, or a `FreeScalar`
 Tensors = Sequence[Tensor]
+FUSED_CALL = "fused"  # the first word of the text
+
+
+def whole_call(
+    program: Program, position: int, signature: Signature, fixed: Mapping[int, Any]
+) -> Lanes | None:
+    """The fused optimizer at this position as a call of `lazystep::update`; None if it must be decomposed."""
+    instruction = program.instructions[position]
+    if base_name(instruction.op) not in FUSED:
+        return None
+    bound = bind(instruction.op, instruction.args, dict(instruction.kwargs))
+    parameters, gradients = bound["self"], bound["grads"]
+    lists = {name: arg for name, arg in bound.items() if type(arg) is tuple}
+    is_scaled = bound.get("grad_scale") is not None
+    if is_scaled and _are_used_after(program, position, gradients):
+        return None
+    whole = {argument.storage for argument in signature.arguments if not argument.is_flat}
+    written: dict[Place, int] = {}
+    for name, values in lists.items():
+        if name == "state_steps":
+            continue  # no kernel writes them
+        for ref, parameter in zip(values, parameters, strict=False):  # a list may be empty
+            if layout_of(program.values[ref.value].type) != layout_of(program.values[parameter.value].type):
+                return None
+            if name != "grads":
+                is_real = program.values[ref.value].type.dtype in (torch.float32, torch.float64)
+                if not is_real or not is_whole(program, ref.value, whole):
+                    return None
+                written[place_of(program, ref.value)] = ref.value
+    read = {
+        place: value
+        for arg in bound.values()
+        for value in _values_in(arg)
+        if (place := place_of(program, value)) not in written
+    }
+    index_of = {place: index for index, place in enumerate((*written, *read))}
+
+    def index(ref: Ref) -> str:
+        return str(index_of[place_of(program, ref.value)])
+
+    def text(name: str, arg: Arg) -> str:
+        if type(arg) is tuple:
+            # The kernel stores unscaled gradients. Here nobody reads them, so it gets copies.
+            kind = "C" if name == "grads" and is_scaled else "L"
+            return " ".join([kind, str(len(arg)), *map(index, arg)])
+        if arg is None or type(arg) is Ref:
+            return "N" if arg is None else f"T {index(arg)}"
+        if type(arg) is bool:
+            return f"B {int(arg)}"
+        return f"F {number_text(program, arg, signature, fixed, index_of)}"
+
+    _, packet, overload = instruction.op.split(".")
+    arguments = [argument.name for argument in resolve_op(instruction.op)._schema.arguments]  # type: ignore[attr-defined]
+    texts = [text(name, bound.get(name)) for name in arguments]
+    head = f"{FUSED_CALL} {packet} {overload.replace('default', '-')} {len(texts)}"
+    return Lanes(tuple(written.values()), tuple(read.values()), "\n".join([head, *texts]))
+
+
+def _values_in(arg: Arg) -> list[int]:
+    refs = arg if type(arg) is tuple else (arg,)
+    return [ref.value for ref in refs if type(ref) is Ref]
+
+
+def _are_used_after(program: Program, position: int, tensors: Sequence[Ref]) -> bool:
+    """Whether somebody reads the memory of these tensors after the instruction at this position."""
+    storages = {program.values[ref.value].storage for ref in tensors}
+    later = (value for i in program.instructions[position + 1 :] for value in i.reads())
+    return any(program.values[value].storage in storages for value in (*later, *program.outputs))
 
 
 def adam(**options: Any) -> list[Tensor]:

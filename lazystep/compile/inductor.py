@@ -12,20 +12,27 @@ The changes are made in this process only, which does nothing but build:
   knows, and `aot_export_module` would make the same graph once more, node by node.
 - The library has no code that checks its inputs. It would run only if an environment variable is set, takes
   three quarters of the wrapper's lines, and `execute/native.py` checks every argument.
+- A check of an index that fails makes the step fail, and not the process: see `bounds`.
 - A graph with collectives keeps the order of the program: see `collectives`.
+- The compiler is called by `compilers`.
 """
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.scheduler import Scheduler
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from . import bounds, compilers
+from .cache import LIBRARY
 from .collectives import communicates, is_between, register_lowerings, write_early
 
 _fusable_weak_dep = Scheduler.fusable_weak_dep
@@ -55,12 +62,30 @@ def compile_graph(
     torch._inductor.aot_compile(graph, tuple(inputs), options=options)
 
 
+def prepare(options: Mapping[str, Any]) -> None:
+    """Do what the first build would do for all builds: import, read patterns, compile headers.
+
+    Starts the compilers and does not wait for them.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as directory, compilers.preparing():
+        warnings.simplefilter("ignore")
+        x = torch.empty(8, 8)
+        graph = make_fx(
+            lambda x: [torch.softmax(x @ x, 1)],
+            decomposition_table=dict(decompositions()),
+            tracing_mode="fake",
+        )(x)
+        compile_graph(graph, [x], {**options, "aot_inductor.output_path": str(Path(directory) / LIBRARY)})
+
+
 def _change_torch() -> None:
     # Imported here: lowering alone does not need the modules, and importing them warns of a deprecation.
     from torch._inductor import compile_fx
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
     register_lowerings()
+    compilers.change_torch()
+    bounds.change_torch()
     Scheduler.can_fuse = _can_fuse_in_order  # type: ignore[method-assign, assignment]
     Scheduler.fusable_weak_dep = _fusable_in_place  # type: ignore[method-assign, assignment]
     compile_fx.aot_export_module = _as_it_is  # type: ignore[attr-defined, assignment]

@@ -8,6 +8,7 @@ scalars.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,14 +20,17 @@ from ..program.collectives import is_effect, is_launch, operand_of, sequence_of
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve_op
 from ..program.signature import Signature
 from ..program.types import TensorType
+from ..program.updates import UPDATE
+from .bias import add_biases_late
+from .bounds import CHECKED, NEVER_NEGATIVE, refuse_negative
 from .collectives import drop_copies
-from .fused import FUSED
+from .fused import FUSED, whole_call
 from .grad_scaling import GRAD_SCALING
 from .inductor import decompositions
 from .scalars import FreeScalar, base_name, bind, call_with_scalars, expand_foreach, run_plain
-from .update import Update, find_updates, lanes_of, write_in_place
+from .update import Lanes, Update, find_updates, lanes_of, write_in_place
 
-_DECOMPOSED = FUSED | GRAD_SCALING
+_DECOMPOSED = FUSED | GRAD_SCALING | CHECKED
 # Ops that return their argument: each would cost a copy after functionalization.
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -82,6 +86,7 @@ def trace(
     _drop_aliases(graph)
     drop_copies(graph)
     write_in_place(graph)
+    add_biases_late(graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -136,7 +141,12 @@ class _Interpreter:
             try:
                 for update in due.get(position, ()):
                     self._run_update(update)
-                if position not in updating:
+                if position in updating:
+                    continue
+                call = whole_call(self._program, position, self._signature, self._fixed)
+                if call is not None:
+                    self._run_lanes(call)
+                else:
                     self._run_instruction(instruction)
             except Exception as error:
                 raise LoweringError(instruction.op, position, error) from error
@@ -145,7 +155,9 @@ class _Interpreter:
         return [self._tensors[value] for value in self._returned]
 
     def _run_update(self, update: Update) -> None:
-        lanes = lanes_of(self._program, update, self._signature, self._fixed)
+        self._run_lanes(lanes_of(self._program, update, self._signature, self._fixed))
+
+    def _run_lanes(self, lanes: Lanes) -> None:
         written = [self._tensors[value] for value in lanes.written]
         # Never empty: AOTInductor calls no op with an empty list of tensors.
         read = [self._tensors[value] for value in lanes.read] or [torch.zeros(1)]
@@ -170,12 +182,31 @@ class _Interpreter:
             self._order, result = torch.ops.lazystep.waited.default(self._order, result, operand, what)
             target.copy_(result)
 
+    def _optimize(
+        self, written: list[Any], read: list[Any], skip: Any, numbers: list[Any], call: str
+    ) -> None:
+        """An optimizer's update under a `GradScaler`: the library calls torch's function for it."""
+        sources = [(n.kind.__name__, n.index) if type(n) is FreeScalar else ("fixed", n) for n in numbers]
+        new = torch.ops.lazystep.optimized_natively.default(
+            written,
+            read,
+            torch.zeros(()) if skip is None else skip,
+            self._vectors.get(float),
+            self._vectors.get(int),
+            json.dumps([call, sources]),
+        )
+        for tensor, value in zip(written, new, strict=True):
+            tensor.copy_(value)
+
     def _run_instruction(self, instruction: Instruction) -> None:
         if is_effect(instruction):
             self._communicate(instruction)
             return
         args = [self._fill(arg) for arg in instruction.args]
         kwargs = {name: self._fill(arg) for name, arg in instruction.kwargs}
+        if instruction.op == UPDATE:
+            self._optimize(*args, **kwargs)
+            return
         if instruction.rebinds:
             ((_, rebound),) = instruction.rebinds
             self._tensors[rebound] = _view_form(instruction.op)(*args, **kwargs)
@@ -212,6 +243,8 @@ class _Interpreter:
             return _batch_norm(*args)
         if instruction.op == "aten.constant_pad_nd.default" and is_symbolic((*args[0].shape, *args[1])):
             return _pad(*args, **kwargs)
+        if base_name(instruction.op) in NEVER_NEGATIVE:
+            args[2] = refuse_negative(args[2])
         return resolve_op(instruction.op)(*args, **kwargs)
 
     def _fill(self, arg: Arg) -> Any:
@@ -236,11 +269,17 @@ def _view_form(op: str) -> Callable[..., Any]:
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any) -> Any:
     """Batch norm through ops whose schema declares that they write the running statistics.
 
-    The schema of the recorded op does not declare this write.
+    The schema of the recorded op does not declare this write. Under autocast, the input may be of a lower
+    type than weights and statistics. CPU's kernel then computes in float32, and so do we: torch's
+    decomposition would round the saved statistics to the input's type.
     """
+    is_mixed = any(t is not None and t.dtype != x.dtype for t in (weight, bias, mean, variance))
+    y = x.float() if is_mixed else x
     if mean is None:
-        return torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, *rest)
-    return torch.ops.aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, *rest)
+        out, *saved = torch.ops.aten._native_batch_norm_legit.no_stats(y, weight, bias, *rest)
+    else:
+        out, *saved = torch.ops.aten._native_batch_norm_legit.default(y, weight, bias, mean, variance, *rest)
+    return out.to(x.dtype), *saved
 
 
 def _pad(x: torch.Tensor, pads: Sequence[Any], value: Any = 0) -> torch.Tensor:

@@ -43,6 +43,7 @@ _FREE: dict[str, frozenset[str]] = {
     "scalar_tensor": frozenset({"s"}),
     "masked_fill": frozenset({"value"}),
     "where": frozenset({"self", "other"}),
+    "optimize": frozenset({"numbers"}),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), frozenset({"other"})),
 }
 _FUSED_FREE = frozenset({"lr"})
@@ -245,17 +246,17 @@ def _as_tensor(bound: Any, like: torch.Tensor) -> Any:
 class FreeScalar:
     """A free scalar before its cast: an element of the library's float64 or int64 vector."""
 
-    __slots__ = ("_index", "_vector", "kind")
+    __slots__ = ("_vector", "index", "kind")
 
     def __init__(self, vector: torch.Tensor, index: int, kind: type) -> None:
         self._vector = vector
-        self._index = index
+        self.index = index
         self.kind = kind
 
     @property
     def tensor(self) -> torch.Tensor:
         """The 0-d tensor in place of a Python number."""
-        return self._vector[self._index]
+        return self._vector[self.index]
 
 
 def _in_opmath(call: Callable[..., Any], bound: dict[str, Any], out: torch.dtype) -> Any:

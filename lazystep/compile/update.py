@@ -81,7 +81,7 @@ def find_updates(program: Program, signature: Signature) -> list[Update]:
     # A lane does not know that a part changes with the whole.
     made = {program.values[o.result].storage for found in operations.values() for o in found}
     for position, found in list(operations.items()):
-        places = [_place(program, value) for operation in found for value in operation.operands]
+        places = [place_of(program, value) for operation in found for value in operation.operands]
         if any(isinstance(place, tuple) and place[0] in made for place in places):
             del operations[position]
     while True:
@@ -220,7 +220,7 @@ def _operations(program: Program, whole: set[int], instruction: Instruction) -> 
             return []
         if any(not _is_plain(program, v, whole) and not _is_part(program, v) for v in operation.operands):
             return []
-        if len({_layout(program.values[value].type) for value in values}) != 1:
+        if len({layout_of(program.values[value].type) for value in values}) != 1:
             return []
         if type(operation.number) is Ref and not _is_plain(program, operation.number.value, whole):
             return []
@@ -318,19 +318,21 @@ def _is_single(program: Program, other: Ref, target: int) -> bool:
     return type_.shape == () and program.values[target].type.shape != () and type_.dtype.is_floating_point
 
 
-def _layout(type_: TensorType) -> tuple[Any, ...]:
+def layout_of(type_: TensorType) -> tuple[Any, ...]:
+    """The data type, the shape and the strides, for comparison."""
     # The stride of a dimension of size 1 makes no difference.
     strides = tuple(s for n, s in zip(type_.shape, type_.stride, strict=True) if n != 1)
     return type_.dtype, type_.shape, strides
 
 
 def _is_plain(program: Program, value: int, whole: set[int]) -> bool:
+    return _is_known(program.values[value].type) and is_whole(program, value, whole)
+
+
+def is_whole(program: Program, value: int, whole: set[int]) -> bool:
+    """Whether a value is the whole of its memory, and dense. `whole`: see `find_updates`."""
     type_, storage = program.values[value]
-    if type_.dtype not in (torch.float32, torch.float64) or type_.layout is not torch.strided:
-        return False
-    if any(type(number) is not int for number in (*type_.shape, *type_.stride)):
-        return False  # a size that varies in a family
-    if type_.offset or type_.conj or type_.neg or type_.extent != program.storages[storage].nbytes:
+    if type_.layout is not torch.strided or type_.offset or type_.extent != program.storages[storage].nbytes:
         return False
     size = type_.dtype.itemsize
     for length in type_.shape:
@@ -338,20 +340,23 @@ def _is_plain(program: Program, value: int, whole: set[int]) -> bool:
     return size == type_.extent and (storage in whole or not program.storages[storage].is_input)
 
 
+def _is_known(type_: TensorType) -> bool:
+    """Whether the kernel can take such a tensor: real numbers, at places that do not vary in a family."""
+    is_real = type_.dtype in (torch.float32, torch.float64) and type_.layout is torch.strided
+    numbers = (*type_.shape, *type_.stride, type_.offset)
+    return is_real and not (type_.conj or type_.neg) and all(type(number) is int for number in numbers)
+
+
 def _is_part(program: Program, value: int) -> bool:
     """Whether a value is a dense part of a memory that the step makes: a gradient in its bucket."""
     type_, storage = program.values[value]
-    if program.storages[storage].is_input or type_.dtype not in (torch.float32, torch.float64):
+    if program.storages[storage].is_input or not _is_known(type_):
         return False
-    if type_.layout is not torch.strided or type_.conj or type_.neg:
-        return False
-    if any(type(number) is not int for number in (*type_.shape, *type_.stride, type_.offset)):
-        return False  # a size that varies in a family
     size = type_.dtype.itemsize * math.prod(type_.shape)
     return size == type_.extent - type_.offset * type_.dtype.itemsize
 
 
-def _place(program: Program, value: int) -> Place:
+def place_of(program: Program, value: int) -> Place:
     """What a lane knows a value by: its storage, or the part of a storage that it is."""
     type_, storage = program.values[value]
     if type_.offset or type_.extent != program.storages[storage].nbytes:
@@ -379,15 +384,15 @@ def lanes_of(program: Program, update: Update, signature: Signature, fixed: Mapp
         made: set[Place] = set()
         for operation in lane:
             for value in operation.operands:
-                place = _place(program, value)
+                place = place_of(program, value)
                 if place not in made:
                     read.setdefault(place, value)
-            made.add(_place(program, operation.result))
+            made.add(place_of(program, operation.result))
             if program.storages[program.values[operation.result].storage].is_input:
                 written.setdefault(program.values[operation.result].storage, operation.result)
             if type(operation.number) is Ref:
                 number = operation.number.value
-                read.setdefault(_place(program, number), number)
+                read.setdefault(place_of(program, number), number)
     for place in written:
         read.pop(place, None)
     index_of = {place: index for index, place in enumerate((*written, *read))}
@@ -395,7 +400,7 @@ def lanes_of(program: Program, update: Update, signature: Signature, fixed: Mapp
     texts = []
     for lane in lanes:
         kind, tensors, numbers = _encode(program, lane)
-        number_texts = [_number(program, n, signature, fixed, index_of) for n in numbers]
+        number_texts = [number_text(program, n, signature, fixed, index_of) for n in numbers]
         indices = [str(index_of[place]) for place in tensors]
         texts.append(" ".join([str(kinds.setdefault(kind, len(kinds))), *indices, *number_texts]))
     code = "\n".join([str(len(kinds)), *kinds, str(len(texts)), *texts])
@@ -414,18 +419,18 @@ def _split(program: Program, operations: Sequence[Operation]) -> list[list[Opera
         return place
 
     for operation in operations:
-        first = find(_place(program, operation.result))
+        first = find(place_of(program, operation.result))
         for value in operation.operands:
-            root[find(_place(program, value))] = first
+            root[find(place_of(program, value))] = first
     lanes: dict[Place, list[Operation]] = {}
     for operation in operations:
-        lanes.setdefault(find(_place(program, operation.result)), []).append(operation)
+        lanes.setdefault(find(place_of(program, operation.result)), []).append(operation)
     return list(lanes.values())
 
 
 def _fits_kernel(program: Program, update: Update) -> bool:
     for lane in _split(program, update.operations):
-        layouts = {_layout(program.values[v].type) for o in lane for v in (o.result, *o.operands)}
+        layouts = {layout_of(program.values[v].type) for o in lane for v in (o.result, *o.operands)}
         if len(layouts) != 1:
             return False
         tensors, num_temporaries = _slots(program, lane)
@@ -440,7 +445,7 @@ def _slots(program: Program, lane: Sequence[Operation]) -> tuple[dict[Place, int
     temporaries: set[Place] = set()
     for operation in lane:
         for value in operation.operands:
-            place = _place(program, value)
+            place = place_of(program, value)
             if place not in temporaries:
                 tensors.setdefault(place, len(tensors))
         storage = program.values[operation.result].storage
@@ -459,7 +464,7 @@ def _encode(program: Program, lane: Sequence[Operation]) -> tuple[str, list[Plac
     numbers: list[Arg] = []
     steps = []
     for operation in lane:
-        operands = [slots[_place(program, value)] for value in operation.operands]
+        operands = [slots[place_of(program, value)] for value in operation.operands]
         storage = program.values[operation.result].storage
         if program.storages[storage].is_input:
             result = slots[storage]
@@ -479,7 +484,7 @@ def _encode(program: Program, lane: Sequence[Operation]) -> tuple[str, list[Plac
     return " ".join([*map(str, head), *steps]), list(tensors), numbers
 
 
-def _number(
+def number_text(
     program: Program,
     number: Arg,
     signature: Signature,
@@ -488,7 +493,7 @@ def _number(
 ) -> str:
     """The source of a number: 0 and 1 are the vectors of free scalars, 2 is a tensor, 3 a literal."""
     if type(number) is Ref:
-        return f"2 {index_of[_place(program, number.value)]}"
+        return f"2 {index_of[place_of(program, number.value)]}"
     if type(number) is ScalarRef:
         if number.slot in signature.floats:
             return f"0 {signature.floats.index(number.slot)}"
@@ -502,12 +507,17 @@ def _number(
 
 
 def write_in_place(graph: torch.fx.GraphModule) -> None:
-    """Turn each `lazystep::updated`, which returns new tensors, into the op that writes its arguments.
+    """Turn each op that returns a list of new tensors, `lazystep::updated`, into the op that writes it.
 
     Tracing needs the first: functionalization knows nothing of ops that write lists. The second copies
     nothing.
     """
-    functional, in_place = torch.ops.lazystep.updated.default, torch.ops.lazystep.update.default
+    own = torch.ops.lazystep
+    _write_in_place(graph, own.updated.default, own.update.default)
+    _write_in_place(graph, own.optimized_natively.default, own.optimize_natively.default)
+
+
+def _write_in_place(graph: torch.fx.GraphModule, functional: Any, in_place: Any) -> None:
     for node in graph.graph.find_nodes(op="call_function", target=functional):
         written = list(node.args[0])
         order = {other: number for number, other in enumerate(graph.graph.nodes)}

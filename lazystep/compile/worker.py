@@ -3,9 +3,12 @@
     python -m lazystep.compile.worker
 
 A request is a line of JSON: the program's text, its fixed scalars, the number of threads, Inductor's
-options, a directory and, for a family, its fit. The answer says what was built, or why the build failed. The
-process has the lowest priority and runs one compiler at a time. It ends with its parent: when the kernel
-signals the parent's death, or when standard input ends. It kills its compilers then.
+options, a directory and, for a family, its fit. The answer says what was built, or why the build failed. A
+request without a program has this process prepare for the first one. A request for a priority is granted at
+once, by the thread that reads (see `priority`), and has no answer.
+
+The process ends with its parent: when the kernel signals the parent's death, or when standard input ends. It
+kills its compilers then.
 """
 
 from __future__ import annotations
@@ -22,15 +25,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from . import priority
 from .cache import LIBRARY, PROXY_NODES
 
 _PR_SET_PDEATHSIG = 1
+_MAX_PRIORITY_LINE = 100  # longer lines are programs, which are read once
 
 
 def main() -> None:
     """Serve requests until the parent process ends."""
     _end_with_parent()
-    os.nice(19)
+    priority.set_own(priority.IDLE)
     # Standard output is for answers only: output of compilers and torch goes to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -40,7 +45,7 @@ def main() -> None:
         request = json.loads(requests.get())
         start, processor_start = time.perf_counter(), _processor_seconds()
         try:
-            answer = _build(request)
+            answer = _build(request) if "program" in request else _prepare(request)
         except BaseException as error:
             traceback.print_exc()
             text = str(error).strip() or type(error).__name__
@@ -50,7 +55,29 @@ def main() -> None:
         answer["seconds"] = time.perf_counter() - start
         answer["processor_seconds"] = _processor_seconds() - processor_start
         answer["id"] = request["id"]
+        answer["made"] = _take_made()
         print(json.dumps(answer), file=answers)
+
+
+def _prepare(request: dict[str, Any]) -> dict[str, Any]:
+    # What the first build needs; only a part of it is needed to compile a small graph.
+    from . import lower, scalars, symbolic  # noqa: F401
+    from .inductor import prepare
+
+    prepare(_options(request))
+    return {}
+
+
+def _take_made() -> dict[str, int]:
+    if "lazystep.compile.compilers" not in sys.modules:
+        return {}  # the build failed before it came to the compiler
+    from .compilers import take_made
+
+    return take_made()
+
+
+def _options(request: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in request["options"].items()}
 
 
 def _build(request: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +106,7 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
         graph, inputs = lowered.graph, lowered.inputs
     num_nodes = len(graph.graph.nodes)
     directory = Path(request["directory"])
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in request["options"].items()}
+    options = _options(request)
     options["aot_inductor.output_path"] = str(directory / LIBRARY)
     compile_graph(graph, inputs, options)
     if not (directory / LIBRARY).exists():
@@ -146,7 +173,11 @@ def _kind_of(error: BaseException) -> str:
 
 def _read(requests: queue.Queue[str]) -> None:
     for line in sys.stdin:
-        requests.put(line)
+        wanted = json.loads(line).get("priority") if len(line) < _MAX_PRIORITY_LINE else None
+        if wanted is None:
+            requests.put(line)
+        else:
+            priority.set_own(wanted)
     _end()
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from .program import Arg, Instruction, Program, Ref, ScalarRef
+from .program import Arg, Instruction, Program, Ref, ScalarRef, Value
 
 
 def first_difference(old: Program, new: Program) -> str:
@@ -23,6 +23,49 @@ def first_difference(old: Program, new: Program) -> str:
     if old.outputs != new.outputs:
         return _output_difference(old, new)
     return ""
+
+
+def differ_in_sizes_only(old: Program, new: Program) -> bool:
+    """Whether two programs are the same op for op, but for sizes, strides, offsets and integer literals."""
+    if (old.inputs, old.outputs, old.scalars, len(old.instructions), len(old.storages)) != (
+        new.inputs,
+        new.outputs,
+        new.scalars,
+        len(new.instructions),
+        len(new.storages),
+    ):
+        return False
+    for before, now in zip(old.instructions, new.instructions, strict=True):
+        if before[0] != now[0] or before[3:6] != now[3:6]:  # op; results, writes, rebinds
+            return False
+        if not (_are_alike(before.args, now.args) and _are_alike(before.kwargs, now.kwargs)):
+            return False
+    return old.values.keys() == new.values.keys() and all(
+        _is_alike(value, new.values[number]) for number, value in old.values.items()
+    )
+
+
+def _are_alike(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    if len(before) != len(now):
+        return False
+    for a, b in zip(before, now, strict=True):
+        if type(a) is not type(b):
+            return False
+        if type(a) is tuple:
+            if not _are_alike(a, b):
+                return False
+        elif type(a) is not int and a != b:
+            return False
+    return True
+
+
+def _is_alike(before: Value, now: Value) -> bool:
+    a, b = before.type, now.type
+    return before.storage == now.storage and (
+        a is b
+        or (a.dtype, len(a.shape), a.conj, a.neg, a.layout)
+        == (b.dtype, len(b.shape), b.conj, b.neg, b.layout)
+    )
 
 
 def nearest(program: Program, others: Sequence[Program]) -> Program | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import own_ops  # noqa: F401 - `resolve_op` finds them
+from . import own_ops, updates  # noqa: F401 - `resolve_op` finds them
 from .types import TensorType
 
 
@@ -94,10 +94,13 @@ class Instruction(NamedTuple):
     rebinds: tuple[tuple[int, int], ...]
     source: Source | None
 
-    def reads(self) -> Iterator[int]:
+    def reads(self) -> list[int]:
         """The values among the arguments, in order, including repetitions."""
-        yield from _refs(self.args)
-        yield from _refs(tuple(arg for _, arg in self.kwargs))
+        found: list[int] = []
+        _add_refs(self.args, found)
+        for _, arg in self.kwargs:
+            _add_refs((arg,), found)
+        return found
 
     def defines(self) -> Iterator[int]:
         """The values that this instruction makes."""
@@ -114,6 +117,11 @@ class Instruction(NamedTuple):
         return {slot for arg in (*self.args, *(arg for _, arg in self.kwargs)) for slot in slots_of(arg)}
 
     @property
+    def is_torchs(self) -> bool:
+        """Whether the op is one of torch's own: its result depends on its arguments alone."""
+        return self.op.partition(".")[0] in ("aten", "prims")
+
+    @property
     def where(self) -> str:
         """The user's line, for messages."""
         return str(self.source) if self.source is not None else "an unknown line"
@@ -124,12 +132,12 @@ class Instruction(NamedTuple):
         return f"{self.op} at {self.where}"
 
 
-def _refs(args: tuple[Arg, ...]) -> Iterator[int]:
+def _add_refs(args: tuple[Arg, ...], found: list[int]) -> None:
     for arg in args:
         if type(arg) is Ref:
-            yield arg.value
+            found.append(arg.value)
         elif type(arg) is tuple:
-            yield from _refs(arg)
+            _add_refs(arg, found)
 
 
 def slots_of(arg: Arg) -> Iterator[int]:

@@ -8,8 +8,10 @@ from .collectives import is_effect
 from .program import Program
 
 
-def prune(program: Program) -> Program:
+def prune(program: Program, keeps_effects: bool = True) -> Program:
     """`program` without the instructions that neither an output nor an input storage depends on.
+
+    Without `keeps_effects`, only the outputs count: what is left makes them, and perhaps nothing else.
 
     An instruction stays if it makes a needed value, or if it writes an input storage or the storage of a
     needed value. A collective always stays: other ranks take part in it. Random numbers are drawn while
@@ -19,12 +21,13 @@ def prune(program: Program) -> Program:
     values = program.values
     needed = set(program.outputs)
     live_storages = {values[v].storage for v in needed}
-    live_storages |= {n for n, storage in enumerate(program.storages) if storage.is_input}
+    if keeps_effects:
+        live_storages |= {n for n, storage in enumerate(program.storages) if storage.is_input}
     kept = []
     for instruction in reversed(program.instructions):
         is_needed = any(v in needed for v in instruction.defines())
         writes_live = any(values[v].storage in live_storages for v in instruction.writes)
-        if not (is_needed or writes_live or is_effect(instruction)):
+        if not (is_needed or writes_live or (keeps_effects and is_effect(instruction))):
             continue
         kept.append(instruction)
         for value in instruction.reads():

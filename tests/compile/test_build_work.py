@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.builds import cache, steps_until_native
-from tests.helpers import descend, run_python
+from tests.helpers import count, descend, run_python
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_cache")]
 
@@ -32,6 +32,10 @@ def test_wrapper_has_no_lines_for_each_input() -> None:
     small, large = build_of(2), build_of(6)
     # 4 layers more: 8 parameters with two tensors of state each, 24 inputs.
     assert (large["wrapper_lines"] - small["wrapper_lines"]) / 24 < 20
+    # Nor the 659 lines of torch's interface, which are compiled once for all libraries.
+    assert small["wrapper_lines"] < 600
+    assert count("headers_compiled") <= 2
+    assert count("interfaces_compiled") <= 1
 
 
 TRACES = """

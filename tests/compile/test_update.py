@@ -12,14 +12,10 @@ from torch import nn
 
 import lazystep
 from lazystep.compile import update
-from lazystep.compile.lower import lower
-from lazystep.compile.scalars import fixed_slots
 from lazystep.execute.native import NativeExecutable
 from lazystep.program.program import Program
-from lazystep.program.serialize import from_json, to_json
-from lazystep.program.signature import signature_of
 from lazystep.tiers.tiered import TieredExecutable
-from tests.twice import copy_inputs, results_of
+from tests.twice import copy_inputs, lower_for, results_of
 
 SIZES = ((7, 5), (5,), (3, 2, 4), (1, 6), (2100,), ())
 
@@ -32,9 +28,7 @@ class Lowered(TieredExecutable):
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         program = self.program
-        slots = fixed_slots(program)
-        signature = signature_of(program, slots)
-        graph, _ = lower(from_json(to_json(program)), signature, {slot: scalars[slot] for slot in slots})
+        graph, signature = lower_for(program, scalars)
         native = NativeExecutable(program, signature, lambda flat: list(graph(*flat)), 1)
         copies = copy_inputs(program, inputs)
         given = list(inputs)
@@ -105,6 +99,92 @@ def test_an_optimizer_is_one_node_and_equals_the_reference(
     # Inputs, a node for each gradient, the update, and what is returned.
     inputs = len(graph.graph.find_nodes(op="placeholder"))
     assert len(graph.graph.nodes) == inputs + len(SIZES) + 2
+
+
+FUSED = {
+    "AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0.1, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, weight_decay=0.1, amsgrad=True, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, weight_decay=0.1, fused=True),
+}
+
+
+def fused_calls_in(graph: torch.fx.GraphModule) -> list[Any]:
+    return [node for node in updates_in(graph) if node.args[-1].startswith("fused ")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_optimizer_is_one_node_and_equals_the_reference(
+    name: str, dtype: torch.dtype, lowered: type[Lowered]
+) -> None:
+    step_of(FUSED[name], dtype)
+    graph = lowered.graphs[-1]
+    (node,) = fused_calls_in(graph)
+    # Besides, a node for each gradient, and five for each step count: Inductor counts so few steps.
+    inputs = len(graph.graph.find_nodes(op="placeholder"))
+    assert len(graph.graph.nodes) <= inputs + 6 * len(SIZES) + 2
+    assert all(argument.op == "placeholder" for argument in node.args[0])
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_fused_optimizer_takes_scaled_gradients(
+    overflows: bool, keeps: bool, lowered: type[Lowered]
+) -> None:
+    owned = parameters()
+    optimizer = torch.optim.AdamW(owned, fused=True)
+    for _ in range(3):
+        scale = torch.full((), 4.0).to("lazy")
+        found = torch.full((), float(overflows)).to("lazy")
+        set_gradients(owned)
+        optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[attr-defined]
+        optimizer.step()
+        if not keeps:
+            optimizer.zero_grad()
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    # Gradients that stay are unscaled by the optimizer: then it is taken apart, for their sake.
+    assert len(fused_calls_in(lowered.graphs[-1])) == (not keeps)
+
+
+def test_the_learning_rate_of_a_fused_optimizer_is_an_input(lowered: type[Lowered]) -> None:
+    owned = parameters()
+    optimizer = torch.optim.SGD(owned, 0.1, fused=True)
+    codes = set()
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        set_gradients(owned)
+        optimizer.step()
+        optimizer.zero_grad()
+        lazystep.mark_step(wait=True)
+        (node,) = fused_calls_in(lowered.graphs[-1])
+        codes.add(node.args[-1])
+    assert len(codes) == 1
+
+
+def test_a_damaged_fused_call_is_refused_before_a_write() -> None:
+    from lazystep.execute import library
+
+    assert library  # its extension has the kernel
+    a, b = torch.ones(3, 4), torch.ones(3, 4)
+    numbers = "F 3 0.0\nF 3 0.0\nF 3 0.5\nF 3 0.0\nB 0\nB 0\nB 1\nN\nN"
+    code = f"fused _fused_sgd_ - 12\nL 1 0\nL 1 1\nL 0\n{numbers}"
+    torch.ops.lazystep.update([a], [b], None, None, code)
+    assert a.tolist() == [[0.5] * 4] * 3
+    with pytest.raises(RuntimeError, match="differ in their layout"):
+        torch.ops.lazystep.update([a], [torch.ones(4, 3).t()], None, None, code)
+    for damaged in (
+        code.replace("12", "11"),
+        code.replace("_fused_sgd_", "add_"),
+        code[:30],
+        f"{code[:-1]}Q",
+    ):
+        with pytest.raises(RuntimeError, match="the code is damaged"):
+            torch.ops.lazystep.update([a], [b], None, None, damaged)
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        torch.ops.lazystep.update([a], [], None, None, code)
+    assert a.tolist() == [[0.5] * 4] * 3
 
 
 @pytest.mark.parametrize("name", ["Adamax", "RAdam"])
