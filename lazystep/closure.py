@@ -200,6 +200,7 @@ class AsyncClosureHandler(ClosureHandler):
 
         Returns the names of the closures that had not finished.
         """
+        deadline = time.monotonic() + timeout
         with self._condition:
             if self._worker is not threading.current_thread():
                 self._condition.wait_for(
@@ -209,6 +210,9 @@ class AsyncClosureHandler(ClosureHandler):
             self._queue.clear()
             self._is_closed = True
             self._condition.notify_all()
+            worker = self._worker
+        if worker is not None and worker is not threading.current_thread():
+            worker.join(max(deadline - time.monotonic(), 0.1) if not dropped else 0.1)
         return dropped
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float) -> None:

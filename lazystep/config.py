@@ -111,6 +111,9 @@ class Settings:
         900.0, "Seconds that one build may take before it is given up.", float, _positive
     )
     cache_dir: str = _setting("", "Where libraries are kept; empty: the user's cache directory.", str, _any)
+    header_dir: str = _setting(
+        "", "Where precompiled headers are kept; empty: in the directory of libraries.", str, _any
+    )
     cache_size: int = _setting(
         2_000_000_000, "Bytes of libraries kept on disk; the least recently used go first.", int, _positive
     )

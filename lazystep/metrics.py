@@ -5,7 +5,7 @@ Names are stable: `programs_recorded`, `programs_executed`, `cache_hits`, `cache
 `instructions_recorded`, `instructions_executed`, `synchronizations`, `synchronizations:<reason>`,
 `automatic_barriers`, `random_draws`, `layout_repairs`, `steps_failed`, `steps_run_while_waiting`,
 `pools_given_back`, `overlap_backwards`,
-`overlap_parameters_updated`, and the seconds
+`overlap_parameters_updated`, `overlap_decisions`, and the seconds
 `seconds_recording`, `seconds_waiting`, `seconds_executing`.
 
 Nothing here synchronizes with the device. For counters that include every queued step, call

@@ -14,15 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from . import metrics, timeline
 from .config import settings
 from .errors import report
 from .execute.executor import Executor, report_dropped
 from .execute.run import Run
+from .execute.threads import prepare_exit
 from .interrupts import uninterrupted
 from .notices import print_notices
 from .openmp import release_pool
 from .program.program import Number, Program
+from .ready import Ready
 from .record import _recorder, observer
 from .record._recorder import Binding, Cut, Layout, State
 from .record.assemble import assemble
@@ -49,6 +53,11 @@ class Runtime:
         self.last_program: Program | None = None
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self.recorder.refuse_after_fork)
+
+    def on_first_op(self) -> None:
+        """Start the process that builds, unless libraries of earlier runs may do. Never waits."""
+        if settings.tier == "auto":
+            self.tiers.builder.prepare(torch.get_num_threads(), if_cache_is_empty=True)
 
     # -- barriers ------------------------------------------------------------------------------
 
@@ -121,12 +130,17 @@ class Runtime:
         memory = WrittenMemory(source.inputs, source.written, program)
         return Run(variant.executable, source.inputs, scalars, outputs, self.num_steps, memory)
 
-    def _submit(self, run: Run, source: Cut | Binding) -> None:
+    def _submit(
+        self, run: Run, source: Cut | Binding, make_ready: Callable[[Binding], Ready | None] | None = None
+    ) -> None:
         """Tell handles which run computes them, and queue the run: both or neither."""
         source.commit(run)
         if not self.executor.expects_wait:
             release_pool()  # the executor needs one
         try:
+            if make_ready is not None and self.executor.takes_ready:
+                assert isinstance(source, Binding)
+                run.ready = make_ready(source)
             self.executor.submit(run)
         except BaseException as error:  # no memory for a thread, say: nothing may wait for this run
             run.abandon(f"it could not be queued: {error!r}")
@@ -155,12 +169,14 @@ class Runtime:
         state: State,
         given: list[tuple[int, Handle]],
         scalars: Callable[[], list[Number]],
+        make_ready: Callable[[Binding], Ready | None],
         context: DeviceContext,
         add_closures: Callable[[Handles[Handle]], None],
     ) -> None:
         """Queue a known program on this state and these inputs, as the whole of a step, without a recording.
 
-        `add_closures` gets the handles of the outputs when the program is queued. Needs the recorder's lock,
+        `make_ready` is asked whether the run may go without Python. `add_closures` gets the handles of the
+        outputs when the program is queued. Needs the recorder's lock,
         room among the steps in flight, and `uninterrupted`: nothing of the user's runs before the program is
         queued.
         """
@@ -168,7 +184,8 @@ class Runtime:
         start = time.perf_counter() if profile is not None else 0.0
         binding = Binding(state, given)
         run = self._make_run(variant, binding, binding.outputs, scalars)
-        self._submit(run, binding)
+        run.num_failed = self.executor.num_failed
+        self._submit(run, binding, make_ready)
         metrics.count("programs_replayed")
         try:
             add_closures(binding.outputs)
@@ -231,8 +248,8 @@ class Runtime:
         if self.recorder.is_forked:
             return
         context = get_device_context()
-        self.tiers.close()
         try:
+            self.tiers.close()
             report_dropped(self.executor.close(settings.exit_timeout))
             dropped = context.close(settings.exit_timeout)
             failures = [*self.executor.take_failures(), *context.async_handler.take_failures()]
@@ -240,6 +257,8 @@ class Runtime:
             print_notices()
         except KeyboardInterrupt:
             return
+        finally:
+            prepare_exit(any(thread.name.startswith("lazystep-") for thread in threading.enumerate()))
         if failures:
             # An exit handler can't change the exit status in any other way. Handlers that were
             # registered before lazystep was imported do not run then: the run has failed anyway.

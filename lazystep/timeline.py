@@ -6,7 +6,7 @@ process numbers and thread numbers of the trace that `torch.profiler` exports, s
 can be joined into one file.
 
 Categories: `recording` (also of a replay), `barrier`, `waiting`, `execution`, `build`, `closure`,
-`overlap`, and `mark` for the user's own spans.
+`overlap`, `collective`, and `mark` for the user's own spans.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class Timeline:
     def add(self, name: str, category: str, start: float, end: float | None = None, **args: Any) -> None:
         """Add a span of the calling thread from `start` to `end`; without an end, an instant."""
         self._append(Span(name, category, start, end, self._this_thread(), args))
+
+    def add_to_row(self, row: str, name: str, category: str, start: float, end: float, **args: Any) -> None:
+        """Add a span to a row of its own, for spans that overlap with others of their thread."""
+        self._append(Span(name, category, start, end, row, args))
 
     def add_later(self, spans: Callable[[], Iterable[Span]]) -> None:
         """Add a function that returns spans when the trace is written, for spans that have not ended yet."""

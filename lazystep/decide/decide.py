@@ -8,7 +8,8 @@ C++ calls this with the user's modes off (src/modes.h): a decision holds for lat
 
 Ops that are cheap to try run once on zeros (`trial`). The others are inferred on fake CPU tensors, and
 small ones are tried as well: a trial gives the strides of the real kernel, and finds ops that have no kernel
-for the data type while the user's line is still on the stack.
+for the data type while the user's line is still on the stack. An op that was met before with other sizes is
+asked of meta tensors (`resized`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ..program.program import Arg, Number, Ref, ScalarRef
 from ..program.types import TensorType
 from .decision import Action, Decision, Operand
 from .facts import OpFacts
+from .resized import decide_resized, note_decided
 from .stand_ins import call, describe, make, make_all
 from .trial import is_about_types, is_cheap, is_due_behind_inference, run_trial, try_numbers
 
@@ -115,9 +117,12 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         writes=tuple(facts.written_operands(args, kwargs)),
         offsets=tuple(operand.type.offset for operand in operands),
     )
+    if decide_resized(decision, facts, operands, args, kwargs):
+        return _with_numbers(decision, operands, template.numbers)
     if is_cheap(facts.work, operands):
         with contextlib.suppress(NotImplementedError):  # results of another kind: inference says which
             if run_trial(decision, operands, args, kwargs, is_value_free=True):
+                note_decided(decision, facts, operands, args, kwargs)
                 return _with_numbers(decision, operands, template.numbers)
     _inferring.active = True
     try:
@@ -138,6 +143,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         _inferring.active = False
     if is_due_behind_inference(decision, facts, operands):
         run_trial(decision, operands, args, kwargs, is_value_free=False)
+    note_decided(decision, facts, operands, args, kwargs)
     return _with_numbers(decision, operands, template.numbers)
 
 

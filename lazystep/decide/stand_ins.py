@@ -11,7 +11,13 @@ from ..program.types import type_of
 from .decision import Decision, Operand, Rebind, Result
 
 
-def call(func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(
+    func: Any,
+    tensors: list[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str = "cpu",
+) -> Any:
     """Call `func` with the operands among its arguments replaced by tensors, in order."""
     remaining = iter(tensors)
 
@@ -20,7 +26,7 @@ def call(func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: 
             return next(remaining)
         if type(arg) is list or type(arg) is tuple:
             return [fill(a) for a in arg]
-        return torch.device("cpu") if type(arg) is torch.device else arg
+        return torch.device(device) if type(arg) is torch.device else arg
 
     filled = [fill(a) for a in args]
     return func(*filled, **{k: fill(v) for k, v in kwargs.items()})
@@ -77,11 +83,11 @@ def make_all(operands: list[Operand], factory: Callable[..., torch.Tensor]) -> l
     return tensors
 
 
-def make(operand: Operand, factory: Callable[..., torch.Tensor]) -> torch.Tensor:
+def make(operand: Operand, factory: Callable[..., torch.Tensor], device: str = "cpu") -> torch.Tensor:
     """A tensor of the operand's type, in memory of the operand's size that `factory` makes."""
     type_ = operand.type
     count = -(-operand.nbytes // type_.dtype.itemsize)
-    base = factory(count, dtype=type_.dtype, device="cpu")
+    base = factory(count, dtype=type_.dtype, device=device)
     tensor = base.as_strided(type_.shape, type_.stride, type_.offset)
     if type_.conj:
         torch._C._set_conj(tensor, True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..eager import serial_dispatch
+from ..program.updates import UPDATE
 from .decision import Decision, Operand
 from .facts import OpFacts
 from .stand_ins import call, describe, make_all
@@ -54,6 +55,8 @@ def is_due_behind_inference(decision: Decision, facts: OpFacts, operands: Sequen
     """Whether an op that has been inferred is tried as well, because inference may be wrong about it."""
     if not facts.name.startswith(("aten.", "lazystep.")) or facts.is_collective:
         return False  # a custom op may do more than compute, and other ranks take part in a collective
+    if facts.name == UPDATE:
+        return False  # makes nothing: what it writes is all there is to know
     nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in decision.results if r)
     # Inference does not see that an op reads what it writes, or writes an element twice.
     may_overlap = any(o.group >= 0 for o in operands) or any(

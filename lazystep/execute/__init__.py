@@ -1,5 +1,5 @@
 """Programs in, tensors out.
 
-Reading order: executable, reference, native, library, compare, communicate, run, threads, executor,
-thread_choice, malloc.
+Reading order: executable, reference, native, library, compare, communicate, diagnose, run, chain, threads,
+executor, thread_choice, malloc.
 """

@@ -31,6 +31,7 @@ class _Launched(NamedTuple):
     group: StepGroup
     work: dist.Work
     started: float
+    number: int  # of the launch in its step
 
 
 class Tape:
@@ -101,8 +102,8 @@ class InFlight:
         except RuntimeError as error:
             raise _failed(label, found, error) from None
         metrics.count("collectives_launched")
+        self._launched[_memory_of(target)] = _Launched(label, found, work, begun, self.num_launched)
         self.num_launched += 1
-        self._launched[_memory_of(target)] = _Launched(label, found, work, begun)
         return target
 
     def wait(self, target: Tensor) -> Tensor:
@@ -125,12 +126,22 @@ class InFlight:
         self.failure = None
 
     def _finish(self, launched: _Launched) -> None:
+        waiting = time.perf_counter()
         try:
             launched.work.wait(launched.group.timeout)
         except RuntimeError as error:
             raise _failed(launched.label, launched.group, error) from None
         if timeline.active is not None:
-            timeline.active.add(launched.label, "collective", launched.started, time.perf_counter())
+            end = time.perf_counter()
+            # Collectives overlap with each other, so each has a row: of its number in the step.
+            timeline.active.add_to_row(
+                f"collective {launched.number}",
+                launched.label,
+                "collective",
+                launched.started,
+                end,
+                waited=end - waiting,
+            )
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -233,6 +244,6 @@ _library.impl("all_reduce_", _all_reduce, "CPU")
 _library.impl("broadcast_", _broadcast, "CPU")
 _library.impl("all_gather_", _all_gather, "CPU")
 _library.impl("reduce_scatter_", _reduce_scatter, "CPU")
-_library.impl("wait_", in_flight.wait, "CPU")
+_library.impl("wait_", lambda x: in_flight.wait(x), "CPU")
 _library.impl("launch", _launch, "CPU")
 _library.impl("wait", _wait, "CPU")

@@ -19,6 +19,10 @@ class Executable(Protocol):
     # Whether a thread that waits may run it. Only torch's own ops: others may block or know their thread.
     runs_anywhere: bool
 
+    @property
+    def is_licensed(self) -> bool:
+        """Whether a run like the last one may go without Python: see [Note: chain] in chain.h."""
+
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         """Run once and return the outputs. Written inputs are updated in place.
 

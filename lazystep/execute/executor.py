@@ -34,8 +34,9 @@ from ..config import settings
 from ..errors import LazyStepError, WaitTimeoutError
 from ..interrupts import undisturbed
 from ..openmp import are_barriers_sleeping, release_pool
+from .chain import make_chain
 from .run import Run
-from .threads import ThreadState, current_state, make_bell
+from .threads import ThreadState, current_state, flushes_denormals, make_bell
 
 # Seconds without a step after which the executor gives its pool back. Longer than a training thread needs to
 # record the next step of a small model.
@@ -45,6 +46,8 @@ _HEAD_START = 0.005
 # A thread is expected to wait if it has done so this many times in a row. After a head start that was of no
 # use it takes twice as many, up to the second number.
 _NUM_WAITS, _MAX_NUM_WAITS = 2, 1024
+# Seconds for which a thread waits for a place before it looks for signals.
+_LOOK_AROUND = 0.05
 # A thread that waits may queue two steps before: a sync closure's computations are a program of their own.
 _MAX_UNREAD = 2
 
@@ -62,6 +65,11 @@ class Executor:
         # Notified at the end of each step, for threads that wait. The executor thread sleeps at the bell.
         self._condition = threading.Condition()
         self._bell = make_bell()
+        # Runs without Python: they stay in the queue until they are settled. See [Note: chain] in chain.h.
+        self._chain = make_chain()
+        self._is_chained = False  # the executor thread is in the chain, or about to be
+        self._num_waiting = 0  # threads that wait in Python for a run to end
+        self._num_failed = 0  # runs
         self._queue: deque[Run] = deque()
         self._running: Run | None = None
         self._runner = 0  # the thread that runs it, 0 for none
@@ -88,7 +96,7 @@ class Executor:
     @property
     def num_in_flight(self) -> int:
         """The number of steps that are queued or running."""
-        return len(self._queue) + (self._running is not None)
+        return len(self._queue) + (self._running is not None) - self._chain.num_unsettled
 
     def submit(self, run: Run) -> None:
         """Queue a step. Never waits: callers wait for room first, outside of their locks.
@@ -97,6 +105,7 @@ class Executor:
         interpreter no longer starts threads then.
         """
         with self._condition:
+            self._settle()
             if not self._closed:
                 if self._thread is None:
                     thread = threading.Thread(target=self._work, name="lazystep-executor", daemon=True)
@@ -108,17 +117,33 @@ class Executor:
                 self._submitter = threading.get_ident()
                 self._last_step = run.step
                 run.runner = self
-                if not self._queue:
+                if run.num_failed != self._num_failed:
+                    run.ready = None  # an input may be half updated since
+                was_empty = not self._queue
+                self._queue.append(run)
+                if self._is_chained:
+                    if run.ready is None or not self._chain.push(run.ready.run):
+                        self._chain.drain()
+                elif was_empty:
                     is_free = self._running is None and not self._has_pool
                     head_start = _HEAD_START if is_free and self.expects_wait else 0.0
                     self._held_until = time.monotonic() + head_start if head_start else 0.0
                     self._bell.ring(head_start)
-                self._queue.append(run)
                 return
         failure = _execute(run)
         if failure is not None:
             with self._condition:
                 self._keep(failure)
+
+    @property
+    def takes_ready(self) -> bool:
+        """Whether the next step is of use as a ready run: the executor thread is in the chain, or busy."""
+        return self._is_chained or self._running is not None or bool(self._queue)
+
+    @property
+    def num_failed(self) -> int:
+        """How many runs have failed. A run that is made ready has no input of a run that failed before."""
+        return self._num_failed
 
     @property
     def expects_wait(self) -> bool:
@@ -128,11 +153,14 @@ class Executor:
     def wait_for_room(self) -> None:
         """Block until a step may be submitted, at most for the setting `wait_timeout`."""
         self._wake_executor()
-        self._wait(self.has_room, f"a place among {settings.max_in_flight} steps in flight")
+        self._wait(
+            self.has_room, f"a place among {settings.max_in_flight} steps in flight", self._wait_for_ends
+        )
 
     def wait_idle(self) -> None:
         """Block until every submitted step has ended, at most for the setting `wait_timeout`."""
-        self._wait(lambda: self.num_in_flight == 0, "queued steps", self._last_step)
+        self._wait(lambda: self.num_in_flight == 0, "queued steps", self._wait_in_python, self._last_step)
+        self.settle()
 
     def note_read(self, step: int) -> None:
         """The calling thread needs this step: if it has queued it as the last one, it waits for all."""
@@ -140,7 +168,9 @@ class Executor:
             self._num_awaited += self._num_unread > 0
             self._num_unread = 0
             if self._has_pool and self._running is None:
-                self._bell.ring(0.0)  # it has ended already: now the executor gives its pool back
+                # It has ended already: now the executor gives its pool back.
+                self._bell.ring(0.0)
+                self._chain.stop()
 
     def run_up_to(self, run: Run) -> bool:
         """Run queued steps on the calling thread, up to `run`, if that is better than to wait.
@@ -161,6 +191,23 @@ class Executor:
         if is_executor and not self._queue and (self._num_unread == 0 or self.expects_wait):
             self._give_pool_back()
 
+    def settle(self) -> None:
+        """Settle the runs that have ended without Python, so far as none has failed. From any thread."""
+        if self._chain.num_unsettled:
+            with undisturbed(), self._condition:
+                self._settle()
+
+    def begin_wait(self) -> None:
+        """The calling thread is going to wait in Python, so the executor thread has to come back there."""
+        with self._condition:
+            self._num_waiting += 1
+        self._chain.stop()
+
+    def end_wait(self) -> None:
+        """The calling thread does not wait any more."""
+        with self._condition:
+            self._num_waiting -= 1
+
     def take_failures(self) -> list[LazyStepError]:
         """The failures since the last call that no read has reported. Each failure is returned once."""
         if not self._failures:
@@ -178,9 +225,12 @@ class Executor:
     def close(self, timeout: float) -> list[Run]:
         """Wait up to `timeout` seconds for queued steps, then end the thread. Returns the dropped steps."""
         deadline = time.monotonic() + timeout
+        self.begin_wait()
         with self._condition:
             self._condition.wait_for(lambda: self.num_in_flight == 0, timeout)
+            self._settle()
             self._closed = True
+            self._chain.stop()
             dropped = [*([self._running] if self._running else []), *self._queue]
             self._queue.clear()
             self._bell.ring(0.0)
@@ -192,7 +242,13 @@ class Executor:
             thread.join(max(deadline - time.monotonic(), 0.1) if not dropped else 0.1)
         return dropped
 
-    def _wait(self, condition: Callable[[], bool], what: str, last_step: int | None = None) -> None:
+    def _wait(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        block: Callable[[Callable[[], bool]], bool],
+        last_step: int | None = None,
+    ) -> None:
         """Block until `condition()`. With `last_step`, run the steps up to it here if that is better."""
         if condition():
             if last_step is not None:
@@ -206,8 +262,7 @@ class Executor:
         done = condition()
         if not done:
             release_pool()  # a waiting thread does not need its pool
-            with self._condition:
-                done = self._condition.wait_for(condition, settings.wait_timeout)
+            done = block(condition)
         end = time.perf_counter()
         metrics.add_seconds("waiting", end - start)
         if timeline.active is not None:
@@ -217,6 +272,27 @@ class Executor:
                 f"waited {settings.wait_timeout:g} s (setting wait_timeout) for {what}; "
                 f"{self.num_in_flight} steps are still in flight"
             )
+
+    def _wait_in_python(self, condition: Callable[[], bool]) -> bool:
+        """Block until `condition()`, at most for the setting `wait_timeout`. Whether it holds."""
+        self.begin_wait()
+        try:
+            with self._condition:
+                return self._condition.wait_for(condition, settings.wait_timeout)
+        finally:
+            self.end_wait()
+
+    def _wait_for_ends(self, condition: Callable[[], bool]) -> bool:
+        """As above, for what is so when a run has ended: the executor thread stays without Python."""
+        deadline = time.monotonic() + settings.wait_timeout
+        while True:
+            seen = self._chain.num_ended
+            if condition():
+                return True
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                return False
+            self._chain.wait_for_end(seen, min(seconds, _LOOK_AROUND))
 
     # -- running -----------------------------------------------------------------------------
 
@@ -230,16 +306,82 @@ class Executor:
             # thread that waited for the first step would take the interpreter lock.
             with self._condition:
                 if run is not None:
-                    self._end(failure)
-                run = self._take()
+                    self._end(failure, run)
+                if self._open_chain(run):
+                    run = None
+                else:
+                    run = self._take()
                 if run is None and self._closed:
                     return
             if run is not None:
                 failure = _execute(run)
+                continue
+            if self._is_chained:
+                is_awake = self._chain.run(_POOL_PATIENCE)
+                self._leave_chain()
             else:
                 is_awake = self._bell.wait(_POOL_PATIENCE if self._has_pool else None)
-                if not self._queue and (self._num_unread == 0 or not is_awake):
-                    self._give_pool_back()
+            if not self._queue and (self._num_unread == 0 or not is_awake):
+                self._give_pool_back()
+
+    def _open_chain(self, last: Run | None) -> bool:
+        """Whether the executor thread goes on without Python: with the next runs, or to wait for some.
+
+        `last`: the run that it has just ended. Needs the lock.
+        """
+        if self._num_waiting or self._closed or not self._has_pool or self._running is not None:
+            return False
+        runs = []
+        for run in self._queue:
+            if run.ready is None or not run.ready.is_valid:
+                break
+            runs.append(run.ready.run)
+        if self._queue and not runs:
+            return False
+        if not self._queue and (last is None or not last.executable.is_licensed or not self._num_unread):
+            return False
+        self._chain.open(runs)
+        if len(runs) < len(self._queue):
+            self._chain.drain()
+        self._is_chained = True
+        return True
+
+    def _leave_chain(self) -> None:
+        """The executor thread is back from the chain."""
+        failed: Run | None = None
+        with self._condition:
+            self._is_chained = False
+            self._settle(is_last=True)
+            if self._queue and (ready := self._queue[0].ready) is not None:
+                if ready.run.has_failed:
+                    failed = self._running = self._queue.popleft()
+                    self._runner = threading.get_ident()
+                else:
+                    # It may be the one that ended the chain. The next chain begins behind it.
+                    self._queue[0].ready = None
+            self._condition.notify_all()
+        if failed is not None:
+            failure = _settle(failed)  # without the lock: to find the op that failed takes as long as a step
+            with self._condition:
+                self._end(failure, failed)
+
+    def _settle(self, is_last: bool = False) -> None:
+        """Settle the runs that have ended without Python, up to one that has failed. Needs the lock.
+
+        `is_last`: no other run is in the chain, so that the pool is given back before anybody wakes.
+        """
+        if not self._chain.num_unsettled:
+            return
+        done = []
+        while self._queue and (ready := self._queue[0].ready) is not None and ready.run.is_done:
+            done.append(self._queue.popleft())
+            self._chain.note_settled()
+        if is_last and not self._queue and (self._num_unread == 0 or self.expects_wait):
+            self._give_pool_back()
+        for run in done:
+            failure = _settle(run)
+            if failure is not None:
+                self._end(failure, run)
 
     def _run_here(self, step: int) -> None:
         """Run queued steps up to the one with this number, as long as the calling thread may."""
@@ -296,25 +438,33 @@ class Executor:
         self._runner = threading.get_ident()
         return run
 
-    def _end(self, failure: LazyStepError | None) -> None:
+    def _end(self, failure: LazyStepError | None, run: Run) -> None:
         """End the running step: keep its failure and wake who waits. Needs the lock."""
         self._running = None
         self._runner = 0
         if failure is not None:
             self._keep(failure)
+        if run.error is not None:
+            # Runs that were made ready before do not know of memory that is half updated since.
+            self._num_failed += 1
+            for queued in self._queue:
+                queued.ready = None
+        self._chain.note_end()
         self._condition.notify_all()
 
     def _run_and_restore(self, run: Run) -> None:
         """Run a step on a thread that is not the executor's and has a number of threads of its own."""
-        before = torch.get_num_threads()
+        before, flushed = torch.get_num_threads(), flushes_denormals()
         failure: LazyStepError | None = None
         try:
             failure = _execute(run)
         finally:
             if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
+            if flushes_denormals() != flushed:
+                torch.set_flush_denormal(flushed)
             with self._condition:
-                self._end(failure)
+                self._end(failure, run)
 
     def _give_pool_back(self) -> None:
         if self._has_pool and not are_barriers_sleeping():
@@ -329,9 +479,11 @@ class Executor:
 
 def _execute(run: Run) -> LazyStepError | None:
     """Run a step on the calling thread. Returns its failure, or None."""
-    # `set_num_threads` on the training thread does not change this thread's number.
+    # `set_num_threads` on the training thread does not change this thread's number, nor does the other one.
     if torch.get_num_threads() != run.num_threads:
         torch.set_num_threads(run.num_threads)
+    if flushes_denormals() != run.flushes_denormals:
+        torch.set_flush_denormal(run.flushes_denormals)
     start = time.perf_counter()
     failure: LazyStepError | None
     try:
@@ -345,6 +497,23 @@ def _execute(run: Run) -> LazyStepError | None:
     if timeline.active is not None:
         args = {"step": run.step, "tier": run.executable.tier, "program": run.executable.number}
         timeline.active.add(f"step {run.step}", "execution", start, end, **args)
+    metrics.count("programs_executed")
+    metrics.count("instructions_executed", len(run.executable.program.instructions))
+    return failure
+
+
+def _settle(run: Run) -> LazyStepError | None:
+    """Do for a run that has ended without Python what follows a run. Returns its failure, or None."""
+    ready = run.ready
+    assert ready is not None
+    seconds = ready.run.seconds
+    try:
+        failure = run.settle()
+    except BaseException as error:  # see `_execute`
+        failure = LazyStepError(f"step {run.step} failed inside lazystep: {error!r}")
+        failure.__cause__ = error
+        run.abandon(str(failure), failure)
+    metrics.add_seconds("executing", seconds)
     metrics.count("programs_executed")
     metrics.count("instructions_executed", len(run.executable.program.instructions))
     return failure

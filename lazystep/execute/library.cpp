@@ -10,6 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "chain.h"
+#include "denormals.h"
+#include "exit.h"
 #include "operation.h"
 #include "threads.h"
 #include "update.h"
@@ -17,9 +20,10 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  using Runner = torch::inductor::AOTIModelContainerRunnerCpu;
+  using lazystep::Chain, lazystep::ReadyCall, lazystep::ReadyRun;
+  using Runner = lazystep::Library;
   module.attr("torch_version") = TORCH_VERSION;
-  py::class_<Runner>(module, "Library", py::module_local())
+  py::class_<Runner, std::shared_ptr<Runner>>(module, "Library", py::module_local())
       .def(py::init<const std::string&>(), py::arg("path"))
       .def(
           "run",
@@ -28,6 +32,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return runner.run(arguments);
           },
           py::arg("arguments"));
+  module.def("flushes_denormals", &lazystep::flushes_denormals);
+  module.def("prepare_exit", &lazystep::prepare_exit, py::arg("is_busy"));
   module.def("operation", &lazystep::operation, py::arg("name"), py::arg("overload"));
   py::class_<lazystep::Bell>(module, "Bell", py::module_local())
       .def(py::init<>())
@@ -37,4 +43,36 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<at::ThreadLocalState>(module, "ThreadState", py::module_local())
       .def(py::init<>())
       .def("call", &lazystep::call_with, py::arg("function"));
+  py::class_<ReadyCall, std::shared_ptr<ReadyCall>>(module, "ReadyCall", py::module_local())
+      .def(
+          py::init<
+              std::shared_ptr<Runner>, const std::vector<std::optional<at::Tensor>>&,
+              const std::vector<std::pair<size_t, at::Tensor>>&, at::Tensor, std::vector<size_t>, at::Tensor,
+              std::vector<size_t>, const std::vector<std::pair<size_t, py::object>>&, const std::vector<at::Tensor>&,
+              int>(),
+          py::arg("library"), py::arg("arguments"), py::arg("own"), py::arg("floats"), py::arg("floats_at"),
+          py::arg("ints"), py::arg("ints_at"), py::arg("fixed"), py::arg("returned"), py::arg("num_threads"))
+      .def("make_run", &ReadyRun::make, py::arg("own"), py::arg("numbers"));
+  py::class_<ReadyRun, std::shared_ptr<ReadyRun>>(module, "ReadyRun", py::module_local())
+      .def_property_readonly("is_done", &ReadyRun::is_done)
+      .def_property_readonly("has_failed", &ReadyRun::has_failed)
+      .def_property_readonly("is_as_declared", &ReadyRun::is_as_declared)
+      .def_property_readonly("error", &ReadyRun::error)
+      .def_property_readonly("seconds", &ReadyRun::seconds)
+      .def("returned", &ReadyRun::returned)
+      .def("arguments", &ReadyRun::arguments);
+  py::class_<Chain>(module, "Chain", py::module_local())
+      .def(py::init<>())
+      .def("open", &Chain::open, py::arg("runs"))
+      .def("push", &Chain::push, py::arg("run"))
+      .def("drain", &Chain::drain)
+      .def("stop", &Chain::stop)
+      .def("run", &Chain::run, py::arg("patience"))
+      .def("note_end", &Chain::note_end)
+      .def("wait_for_end", &Chain::wait_for_end, py::arg("seen"), py::arg("timeout"))
+      .def("note_settled", &Chain::note_settled)
+      .def_property_readonly("num_ended", &Chain::num_ended)
+      .def_property_readonly("num_unsettled", &Chain::num_unsettled)
+      .def_property_readonly("num_run", &Chain::num_run)
+      .def_property_readonly("num_returns", &Chain::num_returns);
 }

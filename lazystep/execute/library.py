@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,3 +22,9 @@ def load(path: Path) -> Call:
     """The entry of a library. Raises `RuntimeError` or `OSError` if it can't be loaded."""
     call: Call = _Library(str(path)).run
     return call
+
+
+def library_of(call: Call) -> Any:
+    """The extension's object behind an entry, for runs without Python; None for another function."""
+    library = getattr(call, "__self__", None)
+    return library if isinstance(library, _Library) else None

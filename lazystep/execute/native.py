@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ import torch
 from ..program.collectives import launches_of
 from ..program.program import Program
 from ..program.signature import Argument, Signature, Where
-from ..program.types import type_of
+from ..program.types import TensorType, type_of
+from .chain import ReadyCall, ReadyRun, make_ready_call
 from .communicate import in_flight
+from .diagnose import find_failure
 from .executable import InstructionError
-from .library import Call
+from .library import Call, library_of
 from .reference import relayout
 
 
@@ -50,6 +52,7 @@ class NativeExecutable:
         # The arguments that passed the check in the last run: a weak reference to each tensor, and its
         # address. Parameters and optimizer state are the same tensors in every step, so the check is skipped.
         self._checked: list[tuple[Callable[[], Any], int]] = [(_nothing, 0)] * len(signature.arguments)
+        self._returns_all = all(where is Where.RETURNED for where, _, _ in signature.outputs)
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         """See `Executable.run`. Raises `UnfitError` before anything has run."""
@@ -68,10 +71,114 @@ class NativeExecutable:
                 number, cause = in_flight.failure
                 position = self.program.instructions.index(launches_of(self.program)[number])
                 raise InstructionError(position, all_started=True) from cause.with_traceback(None)
-            position = _failed_position(self.program, str(error))
-            raise InstructionError(position, all_started=True) from error.with_traceback(None)
+            failure = self._failure(error, arguments, scalars)
+            raise failure from failure.__cause__
         del flat
         return self._outputs(arguments, addresses, returned)
+
+    def _failure(
+        self, error: RuntimeError, arguments: Sequence[torch.Tensor], scalars: Sequence[Any]
+    ) -> InstructionError:
+        """The error of a run, with the op that failed. Runs the program again, op by op, to find it."""
+        text = str(error).partition("\nException raised from")[0]  # without the frames of C++
+        position = _allocating_position(self.program, text)
+        cause: BaseException | None = RuntimeError(text)
+        if position is None:
+            found = find_failure(self.program, self._inputs_of(arguments), scalars)
+            if found is None:
+                position = len(self.program.instructions) - 1  # nobody knows: the last one stands for all
+            else:
+                position, cause = found.position, found.__cause__
+        failure = InstructionError(position, all_started=True)
+        failure.__cause__ = cause
+        return failure
+
+    def _inputs_of(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The program's inputs, from what the library was given; empty tensors for those that nobody uses."""
+        memory = {
+            expected.storage: (tensor, expected.is_flat)
+            for expected, tensor in zip(self._signature.arguments, arguments, strict=False)
+        }
+        inputs = []
+        for value in self.program.inputs:
+            type_, storage = self.program.values[value]
+            tensor, is_flat = memory.get(storage, (torch.empty(0), False))
+            inputs.append(tensor.as_strided(type_.shape, type_.stride, type_.offset) if is_flat else tensor)
+        return inputs
+
+    # -- runs without Python: see [Note: chain] in chain.h -----------------------------------------------
+
+    def make_ready_call(
+        self,
+        inputs: Sequence[torch.Tensor | None],
+        own: Sequence[int],
+        places: Sequence[int],
+        fixed: Mapping[int, Any],
+        num_threads: int,
+    ) -> ReadyCall | None:
+        """The library bound to these inputs; None if they need more than a check of addresses.
+
+        `inputs`: None for those that each run has its own of, at the positions `own`. `places`: where in a
+        run's list of numbers each scalar is. `fixed`: the scalars that are part of the library.
+        """
+        library = library_of(self._call)
+        if library is None or any(argument.is_flat for argument in self._signature.arguments):
+            return None
+        arguments: list[torch.Tensor | None] = []
+        examples: dict[int, tuple[int, torch.Tensor]] = {}
+        addresses: set[int] = set()
+        for number, expected in enumerate(self._signature.arguments):
+            tensor = inputs[expected.position]
+            if tensor is None:
+                examples[expected.position] = number, _like(expected.type)
+            else:
+                try:
+                    _checked_argument(expected, tensor)
+                except UnfitError:
+                    return None
+                address = tensor.data_ptr()
+                if address in addresses:
+                    return None
+                addresses |= {address} - {0}
+            arguments.append(tensor)
+        if set(own) != examples.keys():
+            return None  # an input that the library does not take
+        for numbers in (self._floats, self._ints):
+            if numbers.slots:
+                arguments.append(numbers.tensor)
+        arguments += self._carriers
+        values = self.program.values
+        return make_ready_call(
+            library,
+            arguments,
+            [examples[position] for position in own],
+            self._floats.tensor,
+            [places[slot] for slot in self._floats.slots],
+            self._ints.tensor,
+            [places[slot] for slot in self._ints.slots],
+            [(places[slot], value) for slot, value in fixed.items()],
+            [_like(values[value].type) for value in self._signature.returned],
+            num_threads,
+        )
+
+    def outputs_of(self, run: ReadyRun, fixed: Mapping[int, Any]) -> list[torch.Tensor]:
+        """The outputs of a ready run that has ended. Raises `InstructionError` if it has failed.
+
+        `fixed`: the scalars that are part of the library. After a failure, no other run may have begun.
+        """
+        if run.has_failed:
+            scalars = [fixed.get(slot) for slot in range(len(self.program.scalars))]
+            for numbers in (self._floats, self._ints):
+                for slot, number in zip(numbers.slots, numbers.tensor.tolist(), strict=True):
+                    scalars[slot] = number
+            failure = self._failure(RuntimeError(run.error), run.arguments(), scalars)
+            raise failure from failure.__cause__
+        returned = run.returned()
+        if run.is_as_declared and self._returns_all:
+            return [returned[number] for _, number, _ in self._signature.outputs]
+        arguments = run.arguments()
+        taken = set() if run.is_as_declared else {_base_address(tensor) for tensor in arguments}
+        return self._outputs(arguments, taken, returned)
 
     def check_fit(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raise `UnfitError` if the library was not built for these inputs. Runs nothing."""
@@ -131,14 +238,19 @@ class _Numbers:
 
     def __init__(self, slots: tuple[int, ...], dtype: torch.dtype) -> None:
         self.slots = slots
-        self._tensor = torch.zeros(len(slots), dtype=dtype)
-        self._array = self._tensor.numpy()
-        self.address = self._tensor.data_ptr()
+        self.tensor = torch.zeros(len(slots), dtype=dtype)
+        self._array = self.tensor.numpy()
+        self.address = self.tensor.data_ptr()
 
     def write(self, scalars: Sequence[Any]) -> torch.Tensor:
         """Write these values into the vector, and return it."""
         self._array[:] = [scalars[slot] for slot in self.slots]
-        return self._tensor
+        return self.tensor
+
+
+def _like(type_: TensorType) -> torch.Tensor:
+    """A tensor of this type without elements."""
+    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")
 
 
 def _nothing() -> None:
@@ -178,16 +290,17 @@ def _is_lazily_negated(tensor: torch.Tensor) -> bool:
 _ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")
 
 
-def _failed_position(program: Program, message: str) -> int:
-    """The likely position of the instruction that failed inside the library.
+def _allocating_position(program: Program, message: str) -> int | None:
+    """The likely position of an instruction that ran out of memory; None for another error.
 
-    The message of a failed allocation contains a size: the first instruction that makes a storage of this
-    size is taken. Otherwise it is the last instruction.
+    The message contains a size: the first instruction that makes a storage of this size is taken, or else the
+    last instruction.
     """
     match = _ALLOCATION.search(message)
-    if match is not None:
-        for position, instruction in enumerate(program.instructions):
-            for value in instruction.defines():
-                if program.storages[program.values[value].storage].nbytes == int(match[1]):
-                    return position
+    if match is None:
+        return None
+    for position, instruction in enumerate(program.instructions):
+        for value in instruction.defines():
+            if program.storages[program.values[value].storage].nbytes == int(match[1]):
+                return position
     return len(program.instructions) - 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -205,8 +206,9 @@ def _last_uses(program: Program) -> dict[int, list[int]]:
         for value in instruction.defines():
             last[value] = position
     dies: dict[int, list[int]] = {position: [] for position in range(-1, len(program.instructions))}
+    outputs = set(program.outputs)
     for value, position in last.items():
-        if value not in program.outputs:
+        if value not in outputs:
             dies[position].append(value)
     return dies
 
@@ -224,7 +226,6 @@ def _translate(
         "_detach": _operation("aten.detach.default"),
     }
     ops: dict[str, str] = {}
-    literals: dict[int, str] = {}
     lines = ["def step(inputs, s):"]
     positions = [0, 0]
 
@@ -233,9 +234,10 @@ def _translate(
         positions.append(position)
 
     def literal(arg: Arg) -> str:
-        if arg is None or type(arg) in (bool, int, str):
+        if arg is None or type(arg) in (bool, str):
             return repr(arg)
-        name = literals.setdefault(id(arg), f"c{len(literals)}")
+        # By its place and not by its value: programs that differ in sizes only have the same text.
+        name = f"c{len(names)}"
         names[name] = arg
         return name
 
@@ -285,9 +287,13 @@ def _translate(
         if dead:
             emit(f"del {', '.join(dead)}", position)
     emit(f"return [{', '.join(f'v{v}' for v in program.outputs)}]", len(program.instructions))
-    source = "\n".join(lines)
-    exec(compile(source, _GENERATED, "exec"), names)
+    exec(_compile("\n".join(lines)), names)
     return names["step"], positions
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> CodeType:
+    return compile(source, _GENERATED, "exec")
 
 
 @functools.cache

@@ -15,7 +15,9 @@ from ..config import settings
 from ..errors import LazyStepError, StepError, WaitTimeoutError
 from ..openmp import release_pool
 from ..program.program import Number
+from .chain import ReadyRun
 from .executable import Executable, InstructionError
+from .threads import flushes_denormals
 
 
 class Inputs(Protocol):
@@ -42,8 +44,32 @@ class RunMemory(Protocol):
         """The run has failed; the instructions before `position` have run."""
 
 
+class Ready(Protocol):
+    """That a run needs nothing of Python's but to be settled: see [Note: chain] in chain.h."""
+
+    @property
+    def run(self) -> ReadyRun:
+        """What the executor thread runs."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it may still go without Python."""
+
+    def settle(self) -> list[torch.Tensor]:
+        """The outputs of the run, which has ended. Raises `InstructionError` if it has failed."""
+
+
 class Runner(Protocol):
     """The executor that a run is queued at, as far as the run needs to know it."""
+
+    def settle(self) -> None:
+        """Settle the ready runs that have ended."""
+
+    def begin_wait(self) -> None:
+        """The calling thread is going to wait for a run in Python: each run that ends must tell so there."""
+
+    def end_wait(self) -> None:
+        """It does not wait any more."""
 
     def run_up_to(self, run: Run) -> bool:
         """Run queued steps here, up to `run`, if that is better than to wait. Whether `run` has ended."""
@@ -79,6 +105,7 @@ class Run:
         """`scalars` is called on the executor thread: making Python numbers takes time."""
         # As the training thread has it now: how work is split decides the last bits of a reduction.
         self.num_threads = torch.get_num_threads()
+        self.flushes_denormals = flushes_denormals()
         self.executable = executable
         self.step = step
         self.state = RunState.QUEUED
@@ -93,10 +120,14 @@ class Run:
         self._finished.acquire()
         self.is_finished = False
         self.runner: Runner | None = None  # set when the run is queued
+        # Set while the run may go without Python.
+        self.ready: Ready | None = None
+        self.num_failed = 0  # runs that had failed when it was made ready
 
     def execute(self) -> LazyStepError | None:
         """Run on the calling thread. Returns a new failure; None also where an earlier one is the cause."""
         handles, self._inputs = self._inputs, None
+        self.ready = None
         scalars, memory = self._scalars, self._memory
         assert handles is not None, "a run is executed once"
         assert scalars is not None
@@ -112,16 +143,33 @@ class Run:
         try:
             tensors = self.executable.run(inputs, scalars())
         except InstructionError as error:
-            failure = self._describe(error)
-            last = len(self.executable.program.instructions)
-            started = last if error.all_started else error.position
-            self._fail(failure, 0 if error.none_started else started)
-            return failure
-        if self._outputs is not None:  # None if the run was abandoned meanwhile
-            self._outputs.deliver(tensors)
+            return self._stop(error)
+        self._deliver(tensors)
         del tensors  # a thread that wakes now may count the references to an output
         self._finish(RunState.DONE)
         return None
+
+    def settle(self) -> LazyStepError | None:
+        """Take over the results of a ready run that has ended. Returns its failure, or None."""
+        ready, self.ready = self.ready, None
+        assert ready is not None
+        try:
+            self._deliver(ready.settle())
+        except InstructionError as error:
+            return self._stop(error)
+        self._finish(RunState.DONE)
+        return None
+
+    def _deliver(self, tensors: list[torch.Tensor]) -> None:
+        if self._outputs is not None:  # None if the run was abandoned meanwhile
+            self._outputs.deliver(tensors)
+
+    def _stop(self, error: InstructionError) -> LazyStepError:
+        failure = self._describe(error)
+        last = len(self.executable.program.instructions)
+        started = last if error.all_started else error.position
+        self._fail(failure, 0 if error.none_started else started)
+        return failure
 
     def abandon(self, reason: str, cause: LazyStepError | None = None) -> None:
         """End without having run."""
@@ -134,9 +182,12 @@ class Run:
 
         Waiting for another thread is bounded by the setting `wait_timeout`.
         """
-        if self.is_finished:
-            if self.runner is not None:
+        if self.runner is not None:
+            if not self.is_finished:
+                self.runner.settle()
+            if self.is_finished:
                 self.runner.note_read(self.step)
+        if self.is_finished:
             return
         if timeline.active is None:
             self._wait()
@@ -148,6 +199,16 @@ class Run:
         if self.runner is not None and self.runner.run_up_to(self):
             return
         release_pool()
+        if self.runner is None:
+            self._wait_here()
+            return
+        self.runner.begin_wait()
+        try:
+            self._wait_here()
+        finally:
+            self.runner.end_wait()
+
+    def _wait_here(self) -> None:
         deadline = time.monotonic() + settings.wait_timeout
         while not self.is_finished:
             if self._finished.acquire(timeout=min(1.0, max(deadline - time.monotonic(), 0.0))):
@@ -179,7 +240,7 @@ class Run:
         if self.runner is not None:
             self.runner.before_end()
         self.state = state
-        self._inputs = self._scalars = self._outputs = self._memory = None
+        self._inputs = self._scalars = self._outputs = self._memory = self.ready = None
         has_ended, self.is_finished = self.is_finished, True
         if not has_ended:  # one that was abandoned while it ran ends a second time
             self._finished.release()

@@ -37,6 +37,11 @@ class ThreadChoice:
         self._num_slow = 0
         self._num_until_repeat = -1  # never
 
+    @property
+    def is_made(self) -> bool:
+        """Whether `next` returns the same number until `took` is told of slow runs."""
+        return self._chosen != 0
+
     def next(self) -> int:
         """The number of threads for the next run."""
         return self._chosen or self._counts[self._num_measurements % len(self._counts)]

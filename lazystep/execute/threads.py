@@ -1,4 +1,4 @@
-"""How the executor thread sleeps, and how a thread that waits for a step runs it by itself."""
+"""How the executor thread sleeps, how a thread that waits runs a step by itself, and how threads end."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class ThreadState(Protocol):
 
 
 _extension = RUNNER.load()
+flushes_denormals: Callable[[], bool] = _extension.flushes_denormals
+"""Whether the calling thread takes very small numbers for zero: `torch.set_flush_denormal`."""
+prepare_exit: Callable[[bool], None] = _extension.prepare_exit
+"""Let daemon threads outlive the interpreter. True if one is still at work. See [Note: exit] in exit.h."""
 
 
 def make_bell() -> Bell:

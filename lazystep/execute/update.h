@@ -26,6 +26,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "fused.h"
+
 namespace lazystep {
 
 constexpr int64_t kBlock = 1024;       // elements: a handful of such blocks fit into 32 KB
@@ -276,14 +278,6 @@ inline void run_blocks(const std::vector<BoundLane>& lanes, int64_t begin, int64
   }
 }
 
-inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  if (a.sizes() != b.sizes()) return false;
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
-  }
-  return true;
-}
-
 inline double number_at(const at::Tensor& numbers, int64_t index) {
   TORCH_CHECK(index < numbers.numel(), "lazystep::update: there is no number ", index);
   return numbers.scalar_type() == at::kDouble ? numbers.const_data_ptr<double>()[index]
@@ -292,12 +286,18 @@ inline double number_at(const at::Tensor& numbers, int64_t index) {
 
 inline void update(at::TensorList written, at::TensorList read, const std::optional<at::Tensor>& floats,
                    const std::optional<at::Tensor>& ints, c10::string_view text) {
-  const auto code = code_of(std::string(text));
   const int64_t num_written = static_cast<int64_t>(written.size());
   const auto tensor_at = [&](int64_t index) -> const at::Tensor& {
     TORCH_CHECK(index < num_written + static_cast<int64_t>(read.size()), "lazystep::update: no such tensor");
     return index < num_written ? written[index] : read[index - num_written];
   };
+  const auto number_from = [&](int source, int64_t index) {
+    if (source == FLOATS) return number_at(floats.value(), index);
+    if (source == INTS) return number_at(ints.value(), index);
+    return tensor_at(index).item().toDouble();
+  };
+  if (is_fused_call(text)) return FusedCall(std::string(text), tensor_at, number_from).run();
+  const auto code = code_of(std::string(text));
   std::vector<BoundLane> lanes;
   lanes.reserve(code->lanes.size());
   int64_t num_blocks = 0;
@@ -316,10 +316,8 @@ inline void update(at::TensorList written, at::TensorList read, const std::optio
       bound.tensors.push_back(static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())));
     }
     for (const NumberSource& number : lane.numbers) {
-      double value = number.literal;
-      if (number.source == FLOATS) value = number_at(floats.value(), number.index);
-      if (number.source == INTS) value = number_at(ints.value(), number.index);
-      if (number.source == TENSOR) value = tensor_at(number.index).item().toDouble();
+      const double value =
+          number.source == LITERAL ? number.literal : number_from(number.source, number.index);
       kind.is_double ? bound.doubles.push_back(value) : bound.floats.push_back(static_cast<float>(value));
     }
     if (lane.numbers.empty()) {  // operations without a number read the first one

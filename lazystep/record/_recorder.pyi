@@ -159,6 +159,9 @@ def guess_next(known: KnownRecording) -> None:
 def plain_modes() -> int:
     """torch's modes as one number; -1 if one of them is an object, such as a torch function mode."""
 
+def settings_and_keys() -> tuple[int, int, int]:
+    """The settings of the process and of this thread, and the included and excluded dispatch keys."""
+
 def take_arguments(arguments: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]] | None:
     """The leaves of a call and their kind, as capture/arguments.py finds them; None if some are not plain."""
 
@@ -193,6 +196,16 @@ class State:
     def remember(self, values: list[Any], inputs: list[Handle | None]) -> None:
         """The state fits: these are its handles, None for inputs that each replay has its own of."""
 
+    def tensors(self) -> list[torch.Tensor | None] | None:
+        """The tensors of the remembered handles, None for inputs that each replay has its own of.
+
+        None instead of the list if a tensor is not there yet, begins in the middle of its memory, or was left
+        half updated by a failed step.
+        """
+
+class Bound:
+    """What replays on the same state have in common. Compared by identity."""
+
 class BoundInputs:
     """The inputs of a replay: those that all replays share, and its own."""
 
@@ -212,6 +225,14 @@ class Binding:
     def outputs(self) -> Handles[Handle]: ...
     @property
     def written(self) -> Written: ...
+    @property
+    def bound(self) -> Bound: ...
+    def own_tensors(self) -> list[torch.Tensor] | None:
+        """The tensors of the given inputs, in their order, if nothing has to be done before the run.
+
+        None if one is not there yet, if a snapshot needs a value that the run overwrites, or if an input was
+        left half updated by a failed step. Call it after `commit`: a later snapshot waits for the run.
+        """
     def commit(self, run: PendingRun) -> None:
         """Tell the handles and their memory which run makes and writes them."""
 

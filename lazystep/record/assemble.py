@@ -8,7 +8,7 @@ from typing import Any
 from ..config import settings
 from ..decide.decision import Decision
 from ..program.lists import in_pieces
-from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, Source, Storage, Value, map_args
+from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, Source, Storage, Value
 from ..program.prune import prune
 from ..program.schedule import schedule
 from ..program.types import TensorType
@@ -47,13 +47,6 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
         operands = entry[1:]
         first_slot = len(scalars)
         scalars += decision.scalar_types
-
-        def place(arg: Arg, operands: tuple[int, ...] = operands, first_slot: int = first_slot) -> Arg:
-            if type(arg) is Ref:
-                return Ref(operands[arg.value])
-            if type(arg) is ScalarRef:
-                return ScalarRef(arg.slot + first_slot)
-            return arg
 
         def new_value(
             type_: TensorType,
@@ -95,8 +88,8 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
         instructions.append(
             Instruction(
                 op=decision.op,
-                args=map_args(decision.args, place),
-                kwargs=tuple((name, map_args(arg, place)) for name, arg in decision.kwargs),
+                args=_place(decision.args, operands, first_slot),
+                kwargs=tuple((name, _place(arg, operands, first_slot)) for name, arg in decision.kwargs),
                 results=tuple(results),
                 writes=tuple(operands[k] for k in decision.writes),
                 rebinds=tuple(rebinds),
@@ -110,3 +103,13 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
         verify(program)
     program = in_pieces(schedule(prune(program)))
     return verify(program) if settings.verify_programs else program
+
+
+def _place(arg: Arg, operands: Sequence[int], first_slot: int) -> Arg:
+    """An argument of a decision with the program's own numbers of values and scalars."""
+    kind = type(arg)
+    if kind is Ref:
+        return Ref(operands[arg.value])
+    if kind is tuple:
+        return tuple([_place(part, operands, first_slot) for part in arg])
+    return ScalarRef(arg.slot + first_slot) if kind is ScalarRef else arg

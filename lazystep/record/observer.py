@@ -42,8 +42,8 @@ class StepObserver(Protocol):
     def on_attributes(self, tensor: torch.Tensor) -> None:
         """Code of ours copies the attributes that the user has set on a tensor."""
 
-    def on_address(self) -> None:
-        """The address that stands for the memory of a tensor is asked for."""
+    def on_storage(self, asked: str) -> None:
+        """Something of the memory of a tensor is asked for that its type does not say, such as an address."""
 
     def on_read(self, handle: Handle) -> torch.Tensor | None:
         """The call needs a value now. Returns a copy of it if it can be had without a barrier."""

@@ -23,6 +23,9 @@ from .source import user_line
 class Barrier(Protocol):
     """What the recorder asks of the barrier, which stands above it."""
 
+    def on_first_op(self) -> None:
+        """The first op of the process is about to be recorded."""
+
     def synchronize(self, handles: Sequence[Handle]) -> None:
         """Run the current recording if one of these values needs it, and wait for the values."""
 

@@ -103,8 +103,7 @@ class _Check:
         except Exception as error:
             # Nothing is lost. If memory has run out, the reference will say so itself.
             self._put_back(kept)
-            reason = str(error.__cause__ or error).partition("\n")[0]
-            return Checked(self.reference.run(inputs, self.scalars), failure=reason)
+            return Checked(self.reference.run(inputs, self.scalars), failure=_reason(error))
         self._put_back(kept)
         outputs = self.reference.run(inputs, self.scalars)
         return self._compare(outputs, self._results(outputs), actual, kept)
@@ -123,7 +122,7 @@ class _Check:
             with in_flight.taping(self.tape) as replayed:
                 results = self._set_aside(native.run(list(self.inputs), self.scalars), kept)
         except Exception as error:
-            failure = str(error.__cause__ or error).partition("\n")[0]
+            failure = _reason(error)
         for number, tensor in self.state.items():
             kept.restore(("reference", number), tensor.untyped_storage())
         if failure:
@@ -251,6 +250,10 @@ class _Geometry(NamedTuple):
 
     def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+def _reason(error: Exception) -> str:
+    return str(error.__cause__ or error).partition("\n")[0]
 
 
 def _row(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:

@@ -25,6 +25,7 @@ from ..compile.builder import Builder, BuildError, Request
 from ..compile.cache import Library
 from ..compile.scalars import fixed_slots
 from ..config import settings
+from ..execute.chain import ReadyRun
 from ..execute.library import load
 from ..execute.malloc import give_freed_memory_back, keep_freed_memory
 from ..execute.native import NativeExecutable, UnfitError
@@ -35,6 +36,7 @@ from ..openmp import sleeping_barriers
 from ..program.collectives import is_effect, launches_of
 from ..program.program import Number, Program
 from ..program.signature import NotCallableError, Signature, signature_of
+from ..program.updates import UPDATE
 from .agreement import Communication
 from .check import run_checked
 from .families import Families, Member, Served
@@ -90,13 +92,16 @@ class TieredExecutable:
         self.written_storages = tuple(program.storage_writes())
         self.number = 0
         self.tier = "reference"
+        self._communication = Communication(program) if launches_of(program) else None
         # Collectives know their thread: each waits in the order of the queue.
-        self.runs_anywhere = not _first_foreign_op(program) and not launches_of(program)
+        self.runs_anywhere = self._communication is None and not _first_foreign_op(program)
         self.num_runs = 0
         self.num_native_runs = 0
+        # For runs without Python, given by a native run and taken back by any other run.
+        self.licence: Licence | None = None
+        self._last_licence: Licence | None = None
         self.specializations: dict[tuple[object, ...], Specialization] = {}
         self._tiers = tiers
-        self._communication = Communication(program) if launches_of(program) else None
         self._reference = ReferenceExecutable(program)
         self._signature: Signature | None = None
         # Why the program has no signature, and so no library.
@@ -112,6 +117,7 @@ class TieredExecutable:
     def _run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
         self.num_runs += 1
         self.tier = "reference"
+        self.licence = None
         specialization = self._specialization(scalars) if settings.tier != "reference" else None
         library = specialization.advance() if specialization is not None else None
         if specialization is None or library is None:
@@ -142,7 +148,23 @@ class TieredExecutable:
         self.tier = "native"
         self.num_native_runs += 1
         metrics.count("native_executions")
+        if self._communication is None:
+            self.licence = self._license(library, specialization)
         return outputs
+
+    @property
+    def is_licensed(self) -> bool:
+        """Whether a run like the last one may go without Python."""
+        return self.licence is not None
+
+    def _license(self, library: LoadedLibrary, specialization: Specialization) -> Licence | None:
+        """Let runs like the last one go without Python, unless the next one is checked or measured."""
+        if not library.has_thread_count or not specialization.is_trusted:
+            return None
+        licence = Licence(self, library, specialization.fixed, specialization.num_threads)
+        if licence != self._last_licence:
+            self._last_licence = licence
+        return self._last_licence
 
     def _specialization(self, scalars: Sequence[Number]) -> Specialization | None:
         """The one for these scalars and the present number of threads; None if there can be none."""
@@ -234,8 +256,8 @@ class Specialization:
         self.postponed = ""  # why the last check could not be made
         self._program = program
         self._signature = signature
-        self._fixed = fixed
-        self._num_threads = num_threads
+        self.fixed = fixed
+        self.num_threads = num_threads
         self._tiers = tiers
         self._num_runs = 0
         self._seconds = 0.0  # on the reference
@@ -252,7 +274,8 @@ class Specialization:
         if self.stage is Stage.BUILDING:
             if settings.tier == "native" and not self._is_delivered.is_set():
                 metrics.count("executor_waits_for_compile")
-                self._is_delivered.wait(settings.build_timeout)
+                with self._tiers.builder.waiting():
+                    self._is_delivered.wait(settings.build_timeout)
             self._take_delivery()
             if self.stage is Stage.BUILDING:
                 # Not yet, but the family's library may be there, if other sizes have come meanwhile.
@@ -290,6 +313,11 @@ class Specialization:
             return False
         is_turn = period.isdigit() and self.library.num_runs % int(period) == 0
         return self.stage is Stage.UNCHECKED or is_turn
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether no run of the library is compared with the reference any more."""
+        return self.stage is Stage.NATIVE and not settings.check_native.isdigit()
 
     def end_check(self, failure: str, mismatch: str) -> None:
         """Take the outcome of a check: texts that are empty if the library ran and agreed."""
@@ -350,17 +378,19 @@ class Specialization:
     def _count_run(self) -> None:
         self._num_runs += 1
         if self._num_runs == 1:
-            library = self._tiers.builder.find(self._program, self._fixed, self._num_threads)
+            library = self._tiers.builder.find(self._program, self.fixed, self.num_threads)
             if library is not None:
                 self._take(self._load(library))
                 return
             if settings.families and not launches_of(self._program):
                 self._member = self._tiers.families.join(
-                    self._program, self._signature, self._fixed, self._num_threads
+                    self._program, self._signature, self.fixed, self.num_threads
                 )
         is_full = self._tiers.num_loaded >= settings.max_libraries
         if self._member is not None and (self._take_from_family() or (not is_full and self._is_in_family())):
             return
+        if self._num_runs == 2:  # not for a first step alone, which makes state and never comes again
+            self._tiers.builder.prepare(self.num_threads)
         if self._num_runs < settings.build_after and settings.tier != "native":
             return
         if is_full:
@@ -369,7 +399,7 @@ class Specialization:
             return
         self.stage = Stage.BUILDING
         this = weakref.ref(self)
-        request = Request(self._program, self._fixed, self._num_threads, _deliverer(this), _worth(this))
+        request = Request(self._program, self.fixed, self.num_threads, _deliverer(this), _worth(this))
         self._tiers.builder.submit(request)
 
     def _is_in_family(self) -> bool:
@@ -392,7 +422,7 @@ class Specialization:
             self._tiers.num_loaded += 1
             metrics.count("libraries_loaded")
         native = NativeExecutable(
-            self._program, self._signature, shared.call, self._num_threads, served.carriers()
+            self._program, self._signature, shared.call, self.num_threads, served.carriers()
         )
         self._use(LoadedLibrary(native, shared.library, served))
         return True
@@ -434,7 +464,7 @@ class Specialization:
             return BuildError("load", f"the library can't be loaded: {error}")
         if settings.keep_memory:
             keep_freed_memory()
-        native = NativeExecutable(self._program, self._signature, call, self._num_threads)
+        native = NativeExecutable(self._program, self._signature, call, self.num_threads)
         return LoadedLibrary(native, library)
 
 
@@ -456,6 +486,57 @@ def _worth(target: weakref.ref[Specialization]) -> Callable[[], float]:
     return worth
 
 
+class Licence:
+    """Lets runs of a program go without Python: see [Note: chain] in execute/chain.h.
+
+    For one library, one set of fixed scalars and one number of threads. Valid from a native run to the next
+    run of another kind.
+    """
+
+    def __init__(
+        self,
+        executable: TieredExecutable,
+        library: LoadedLibrary,
+        fixed: Mapping[int, Number],
+        num_threads: int,
+    ) -> None:
+        self._executable = weakref.ref(executable)
+        self.library = library
+        self.fixed = fixed
+        self.num_threads = num_threads  # as the training thread has it
+        self.thread_count = library.thread_count  # that the library runs on
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Licence) and (
+            self.library is other.library
+            and self.fixed is other.fixed
+            and self.thread_count == other.thread_count
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the program's last run was one that this licence is for."""
+        executable = self._executable()
+        return executable is not None and executable.licence is self
+
+    def settle(self, run: ReadyRun) -> list[torch.Tensor]:
+        """Do for a run without Python what a run does besides. Its outputs; raises `InstructionError`."""
+        executable = self._executable()
+        if executable is not None:
+            executable.num_runs += 1
+            executable.tier = "native"
+        self.library.note_run(run.seconds)
+        if executable is not None and not self.library.has_thread_count:
+            executable.licence = None
+        outputs = self.library.native.outputs_of(run, self.fixed)
+        if executable is not None:
+            executable.num_native_runs += 1
+        metrics.count("native_executions")
+        return outputs
+
+
 class LoadedLibrary:
     """A library in use, and on how many threads it runs now. `served`: the member, if it is a family's."""
 
@@ -474,6 +555,21 @@ class LoadedLibrary:
     def is_checked(self) -> bool:
         """Whether it has agreed with the reference, now or in an earlier process."""
         return (self.served.tag if self.served is not None else "") in self.library.checked
+
+    @property
+    def has_thread_count(self) -> bool:
+        """Whether the number of threads has been chosen and is not being measured."""
+        return self._threads.is_made
+
+    @property
+    def thread_count(self) -> int:
+        """On how many threads the next run goes."""
+        return self._threads.next()
+
+    def note_run(self, seconds: float) -> None:
+        """A run without Python has ended."""
+        self.num_runs += 1
+        self._threads.took(seconds)
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
         """See `Executable.run`. Raises `UnfitError` before anything has run."""
@@ -494,8 +590,9 @@ def _count_refusal(kind: str) -> None:
 
 
 def _first_foreign_op(program: Program) -> str:
-    """The first op that is not torch's own, if there is one."""
+    """The first op that the builder does not know, if there is one: neither torch's nor ours."""
     for instruction in program.instructions:
-        if instruction.op.partition(".")[0] not in ("aten", "prims") and not is_effect(instruction):
+        is_known = instruction.is_torchs or is_effect(instruction) or instruction.op == UPDATE
+        if not is_known:
             return instruction.op
     return ""

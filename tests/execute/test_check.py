@@ -16,17 +16,14 @@ import torch
 from torch import nn
 
 import lazystep
-from lazystep.compile.lower import lower
-from lazystep.compile.scalars import fixed_slots
 from lazystep.execute.native import NativeExecutable
 from lazystep.execute.reference import ReferenceExecutable
-from lazystep.program.serialize import from_json, to_json
-from lazystep.program.signature import signature_of
 from lazystep.tiers import kept
 from lazystep.tiers.check import Checked, run_checked
 from lazystep.tiers.kept import KeptMemory, NoRoomError
 from lazystep.tiers.tiered import TieredExecutable
 from tests.helpers import count
+from tests.twice import lower_for
 
 Wrapper = Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
 
@@ -40,9 +37,7 @@ class CheckedExecutable(TieredExecutable):
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
         program = self.program
-        slots = fixed_slots(program)
-        signature = signature_of(program, slots)
-        graph, _ = lower(from_json(to_json(program)), signature, {slot: scalars[slot] for slot in slots})
+        graph, signature = lower_for(program, scalars)
 
         def call(flat: list[torch.Tensor]) -> list[torch.Tensor]:
             return type(self).wrapper(flat, list(graph(*flat)))

@@ -37,6 +37,9 @@ class GraphBuilder:
         self.checked: list[str] = []
         self.spoil: Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]] | None = None
 
+    def prepare(self, num_threads: int) -> None:
+        pass
+
     def submit(self, request: Request) -> None:
         self.requests.append(request)
 

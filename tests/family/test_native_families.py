@@ -75,4 +75,4 @@ def test_slices_have_a_library_with_a_carrier() -> None:
 def test_model_has_a_family_library(name: str) -> None:
     make, sizes = MODELS[name]
     compare(make, [*sizes[:3], *sizes[:3], *sizes, *sizes], num_before=5)
-    assert count("native_executions") + count("native_checks") >= len(sizes)
+    assert count("native_executions") + count("native_checks") >= len(sizes), lazystep.debug.explain()

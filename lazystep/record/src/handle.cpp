@@ -113,6 +113,7 @@ Ptr<Type> type_at(const Type& type, c10::IntArrayRef shape, c10::IntArrayRef str
 void Memory::release_resources() {
   StorageImpl::release_resources();
   PyRef dropped_error = std::move(error), dropped_snapshots = std::move(snapshots);
+  if (dropped_snapshots) --num_snapshotted;
   set_run(nullptr);
 }
 

@@ -72,6 +72,9 @@ using RecordingId = uint64_t;
 // How many there are, for tests that look for growth.
 inline std::atomic<int64_t> num_handles{0};
 inline std::atomic<int64_t> num_memories{0};
+// How much memory has snapshots now, and how often a failed step has left memory half updated.
+inline std::atomic<int64_t> num_snapshotted{0};
+inline std::atomic<int64_t> num_damages{0};
 
 // Memory that values are views of. Fields without a comment belong to the recorder's lock.
 struct Memory : c10::StorageImpl {

@@ -91,6 +91,7 @@ void define_handles(py::module_& module) {
           [](Memory& memory, const py::object& error) {
             memory.error = error.is_none() ? PyRef() : PyRef::borrow(error.ptr());
             memory.has_error = !error.is_none();
+            num_damages += !error.is_none();
           })
       .def_property(
           "run", [](const Memory& memory) { return none_if_null(memory.run()); },
@@ -101,6 +102,7 @@ void define_handles(py::module_& module) {
             return memory.snapshots ? py::reinterpret_borrow<py::object>(memory.snapshots.get()) : py::tuple();
           },
           [](Memory& memory, const py::sequence& snapshots) {
+            num_snapshotted += (snapshots.size() > 0) - static_cast<bool>(memory.snapshots);
             memory.snapshots = snapshots.size() ? PyRef::borrow(snapshots.ptr()) : PyRef();
           })
       .def_readwrite("address", &Memory::address);
@@ -216,6 +218,7 @@ void define_recorder(py::module_& module) {
 
 void define_replays(py::module_& module) {
   module.def("plain_modes", &plain_modes);
+  module.def("settings_and_keys", &settings_and_keys);
   module.def("take_arguments", &take_arguments);
 
   py::class_<TensorFlags>(module, "TensorFlags")
@@ -233,11 +236,14 @@ void define_replays(py::module_& module) {
               std::vector<int64_t>>(),
           py::arg("inputs"), py::arg("outputs"), py::arg("written"));
 
+  py::class_<State::Bound, std::shared_ptr<State::Bound>>(module, "Bound");
+
   py::class_<State>(module, "State")
       .def(
           py::init<Layout, std::vector<size_t>, std::vector<std::pair<size_t, size_t>>>(), py::arg("layout"),
           py::arg("tensors"), py::arg("arguments"))
       .def("given", &State::given)
+      .def("tensors", &State::tensors)
       .def("remember", &State::remember);
 
   py::class_<BoundInputs, std::shared_ptr<BoundInputs>>(module, "BoundInputs")
@@ -249,6 +255,8 @@ void define_replays(py::module_& module) {
       .def_readonly("inputs", &Binding::inputs)
       .def_readonly("outputs", &Binding::outputs)
       .def_readonly("written", &Binding::written)
+      .def_property_readonly("bound", &Binding::bound)
+      .def("own_tensors", &Binding::own_tensors)
       .def("commit", &Binding::commit);
 
   py::class_<Counts>(module, "Counts")

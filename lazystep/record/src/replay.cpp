@@ -1,13 +1,18 @@
 #include "replay.h"
 
+#include "../../execute/denormals.h"
 #include "host.h"
 
 #include <ATen/Context.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -35,6 +40,13 @@ void fetch(const py::list& values, const std::vector<size_t>& positions) {
   }
 }
 
+// Whether code has set attributes on a tensor.
+bool has_attributes(PyObject* tensor) {
+  auto names = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(tensor, nullptr));
+  if (!names) throw py::error_already_set();
+  return PyDict_GET_SIZE(names.ptr()) != 0;
+}
+
 }  // namespace
 
 uint8_t gradient_flags_of(const at::Tensor& tensor) {
@@ -53,14 +65,43 @@ uint8_t gradient_flags_of(const at::Tensor& tensor) {
   return flags;
 }
 
+// [Note: modes] Everything that `at::ThreadLocalState` carries to another thread, and the settings of `at::Context` that
+// a CPU kernel or a composite op asks for: a setting that is missing here would be frozen in a capture.
+static uint64_t settings() {
+  auto& context = at::globalContext();
+  auto& autograd = c10::AutogradState::get_tls_state();
+  const bool flags[] = {
+      autograd.get_grad_mode(), autograd.get_inference_mode(), autograd.get_fw_grad_mode(),
+      autograd.get_multithreading_enabled(), autograd.get_view_replay_enabled(),
+      torch::autograd::AnomalyMode::is_enabled(), torch::autograd::AnomalyMode::should_check_nan(),
+      at::SavedTensorDefaultHooks::is_enabled(), at::autocast::is_autocast_enabled(at::kCPU),
+      at::autocast::is_autocast_cache_enabled(), context.deterministicAlgorithms(),
+      context.deterministicAlgorithmsWarnOnly(), context.deterministicFillUninitializedMemory(),
+      context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(), context.userEnabledMathSDP(),
+      context.userEnabledCuDNNSDP(), context.userEnabledOverrideableSDP(), context.allowFP16BF16ReductionMathSDP(),
+      context.userEnabledMkldnn(), context.deterministicMkldnn(), context.userEnabledNNPACK(),
+      context.allowFP16ReductionCPU(), flushes_denormals()};
+  uint64_t bits = 0;
+  for (bool flag : flags) bits = bits << 1 | static_cast<uint64_t>(flag);
+  bits = bits << 8 | static_cast<uint64_t>(at::autocast::get_autocast_dtype(at::kCPU));
+  bits = bits << 8 | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype());
+  return bits << 2 | static_cast<uint64_t>(at::impl::PythonTorchFunctionTLS::get_disabled_state());
+}
+
+py::tuple settings_and_keys() {
+  auto keys = c10::impl::tls_local_dispatch_key_set();
+  return py::make_tuple(settings(), keys.included_.raw_repr(), keys.excluded_.raw_repr());
+}
+
 int64_t plain_modes() {
   if (at::impl::PythonTorchFunctionTLS::stack_len() || c10::impl::TorchDispatchModeTLS::stack_len()) return -1;
   if (at::SavedTensorDefaultHooks::get_hooks(true).has_value()) return -1;
-  int64_t bits = at::GradMode::is_enabled() | c10::InferenceMode::is_enabled() << 1 |
-      at::autocast::is_autocast_enabled(at::kCPU) << 2 | at::globalContext().deterministicAlgorithms() << 3 |
-      at::autocast::is_autocast_cache_enabled() << 4;
-  auto autocast = static_cast<int64_t>(at::autocast::get_autocast_dtype(at::kCPU));
-  return bits | autocast << 8 | static_cast<int64_t>(c10::get_default_dtype_as_scalartype()) << 16;
+  // The transforms of torch.func include keys. Autocast and inference mode do, too, and have flags of their own.
+  constexpr c10::DispatchKeySet theirs = c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+  auto keys = c10::impl::tls_local_dispatch_key_set();
+  if (keys.included_ - theirs != c10::default_included_set - theirs) return -1;
+  if (keys.excluded_ - theirs != c10::default_excluded_set - theirs) return -1;
+  return static_cast<int64_t>(settings());
 }
 
 py::object take_arguments(const py::tuple& arguments) {
@@ -78,6 +119,7 @@ py::object take_arguments(const py::tuple& arguments) {
       for (size_t j = 0; j < i; ++j) {  // one tensor that is given twice stays one
         if (PyTuple_GET_ITEM(arguments.ptr(), j) == given) leaf = leaves[j];
       }
+      if (has_attributes(given)) return py::none();
       if (THPVariable_Unpack(leaf.ptr()).is_cpu()) {
         at::Tensor moved = copy_plain_from_host(THPVariable_Unpack(given));
         if (!moved.defined()) return py::none();
@@ -202,6 +244,17 @@ void State::remember(const py::list& values, const std::vector<Ptr<Handle>>& inp
   bound_.swap(bound);
 }
 
+py::object State::tensors() const {
+  if (!bound_ || bound_->has_offset) return py::none();
+  py::list found(bound_->inputs.size());
+  for (size_t i = 0; i < bound_->inputs.size(); ++i) {
+    const auto& handle = bound_->inputs[i];
+    if (handle && (handle->memory->has_error || !handle->value().defined())) return py::none();
+    found[i] = handle ? py::cast(handle->tensor) : py::none();
+  }
+  return found;
+}
+
 Handles BoundInputs::all() const {
   Handles found{bound->inputs};
   for (const auto& [position, handle] : given) found.handles[position] = handle;
@@ -267,6 +320,31 @@ void Binding::commit(const py::object& run) {
     commit.set(*handle);
     commit.set(*handle->memory);
   }
+}
+
+py::object Binding::own_tensors() const {
+  for (const auto& memory : own_written_) {
+    if (memory->snapshots) return py::none();
+  }
+  if (num_snapshotted) {
+    for (const auto& [number, memory] : bound_->written->memories) __builtin_prefetch(memory.get());
+    for (const auto& [number, memory] : bound_->written->memories) {
+      if (memory->snapshots) return py::none();
+    }
+  }
+  if (bound_->num_damages != num_damages) {
+    for (const auto& handle : bound_->inputs) {
+      if (handle && handle->memory->has_error) return py::none();
+    }
+    bound_->num_damages = num_damages;
+  }
+  py::list found(inputs->given.size());
+  for (size_t i = 0; i < inputs->given.size(); ++i) {
+    const auto& handle = inputs->given[i].second;
+    if (!handle->tensor.defined() || handle->type->offset > 0 || handle->memory->has_error) return py::none();
+    found[i] = py::cast(handle->tensor);
+  }
+  return found;
 }
 
 Counts::Counts(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {

@@ -23,6 +23,8 @@ uint8_t gradient_flags_of(const at::Tensor& tensor);
 // torch's modes as a number, if all of them are of a kind that a number can hold; -1 if a mode is on that is an
 // object (a torch function mode, a dispatch mode, hooks of saved tensors).
 int64_t plain_modes();
+// The same for all modes that are no objects: settings, included and excluded dispatch keys. See [Note: modes].
+py::tuple settings_and_keys();
 
 // The fast way of `take_apart` and `kind_of` in capture/arguments.py: the leaves of a call and their kind, if all
 // arguments are plain; None otherwise.
@@ -79,6 +81,7 @@ class State {
     // assignment tells all of it which run comes next. This is so while the box is in `num_boxed` places.
     Ptr<PyBox> box;
     int64_t num_boxed = 0;
+    int64_t num_damages = -1;  // that had happened when none of the memory was found damaged
   };
 
   // `tensors`: positions of the tensors among the values that a replay reads. `arguments`: the position of an
@@ -92,6 +95,10 @@ class State {
   py::object given(const py::list& values, const py::list& leaves) const;
   // The state has been found to fit: these are its handles, None for inputs that each replay has its own of.
   void remember(const py::list& values, const std::vector<Ptr<Handle>>& inputs);
+
+  // The tensors of the remembered handles, None for inputs that each replay has its own of; None instead of the list if
+  // one of them has no tensor yet, begins in the middle of its memory, or was left half updated by a failed step.
+  py::object tensors() const;
 
   const Layout& layout() const { return layout_; }
   const std::shared_ptr<Bound>& bound() const { return bound_; }
@@ -123,6 +130,11 @@ class Binding {
 
   // Tell the handles and their memory which run makes and writes them.
   void commit(const py::object& run);
+  // The tensors of the given inputs, if nothing has to be done before the run: they are there, no snapshot needs a value
+  // that the run overwrites, and no input was left half updated by a failed step. None otherwise. After `commit`.
+  py::object own_tensors() const;
+  // What bindings with the same state have in common: one object for them all.
+  std::shared_ptr<State::Bound> bound() const { return bound_; }
 
   std::shared_ptr<BoundInputs> inputs;
   std::shared_ptr<Handles> outputs;

@@ -1,0 +1,102 @@
+"""Ops that were met before with other sizes: meta tensors say what they do now, in microseconds.
+
+A step of a new length is full of such ops. A trial computes on real memory, and inference on fake tensors
+takes milliseconds: 59 of them made the first step of each length of a small GPT 40 ms longer.
+
+Only for ops whose shapes and strides come from code that does not ask for the device. A first call with these
+data types and literals has been decided in full, so that eager's errors about them have been raised. Meta
+tensors must have agreed with that decision, or the op is decided in full for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..eager import eager_dispatch
+from ..program.program import Arg, map_args
+from .decision import Decision, Operand
+from .facts import OpFacts
+from .stand_ins import call, describe, make
+from .trial import is_cheap
+
+# Quicker than a trial on real memory.
+_QUICK = (
+    "view _unsafe_view t transpose permute unsqueeze squeeze slice select split expand detach mm bmm sum cat "
+    "embedding embedding_dense_backward arange _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward"
+)
+# Torch computes their meta tensors in Python: quicker than inference alone.
+_IF_LARGE = (
+    "addmm baddbmm add sub mul div neg exp log tanh sigmoid sqrt rsqrt pow gelu silu gelu_backward "
+    "silu_backward tanh_backward sigmoid_backward threshold_backward eq ne lt le gt ge maximum minimum "
+    "clamp_min mean amax amin _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
+    "native_layer_norm native_layer_norm_backward nll_loss_forward nll_loss_backward"
+)
+_QUICK_OPS, _LARGE_OPS = frozenset(_QUICK.split()), frozenset(_IF_LARGE.split())
+
+# By what calls have in common if they differ in sizes only: whether meta tensors agreed with a decision.
+_agreed: dict[Any, bool] = {}
+_MAX_KEYS = 10_000
+
+
+def decide_resized(
+    decision: Decision, facts: OpFacts, operands: list[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Note in `decision` what the op does, if a call that differs in sizes only has been decided in full."""
+    if not _is_for(facts, operands) or not _agreed.get(_key(decision, operands), False):
+        return False
+    return _ask(decision, operands, args, kwargs)
+
+
+def note_decided(
+    decision: Decision, facts: OpFacts, operands: list[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A call has been decided in full: see whether meta tensors would have said the same."""
+    if not _is_for(facts, operands):
+        return
+    key = _key(decision, operands)
+    if key in _agreed and not _agreed[key]:
+        return
+    other = Decision(decision.action, decision.op, decision.func, writes=decision.writes)
+    if len(_agreed) >= _MAX_KEYS:
+        _agreed.clear()
+    _agreed[key] = _ask(other, operands, args, kwargs) and (
+        (other.results, other.rebinds, other.structure)
+        == (decision.results, decision.rebinds, decision.structure)
+    )
+
+
+def _is_for(facts: OpFacts, operands: list[Operand]) -> bool:
+    _, packet, _ = facts.name.split(".")
+    return (
+        (packet in _QUICK_OPS or (packet in _LARGE_OPS and not is_cheap(facts.work, operands)))
+        and facts.name.startswith("aten.")
+        and (bool(operands) or packet == "arange")
+        and not (facts.writes or facts.needs_nbytes)
+        and all(operand.group < 0 for operand in operands)
+    )
+
+
+def _key(decision: Decision, operands: list[Operand]) -> Any:
+    types = tuple((o.type.dtype, len(o.type.shape), o.type.conj, o.type.neg) for o in operands)
+    literals = map_args((decision.args, decision.kwargs), _without_size)
+    return decision.op, types, literals, decision.scalar_types
+
+
+def _without_size(arg: Arg) -> Arg:
+    # The type of other literals, because 1.0 and True are equal.
+    return "size" if type(arg) is int else (type(arg), arg)
+
+
+def _ask(decision: Decision, operands: list[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        with eager_dispatch():
+            tensors = [make(operand, torch.empty, "meta") for operand in operands]
+            storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+            out = call(decision.func, tensors, args, kwargs, "meta")
+            describe(decision, operands, tensors, storages, out)
+    except Exception:
+        return False  # a decision in full says whether it is an error, and which
+    return True

@@ -1,0 +1,87 @@
+"""Ready runs: native steps that the executor thread runs one after the other without the interpreter lock.
+
+See [Note: chain] in chain.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..extensions import RUNNER
+
+
+class ReadyRun(Protocol):
+    """A native run whose tensors and numbers were checked when it was queued."""
+
+    is_done: bool
+    has_failed: bool
+    is_as_declared: bool  # the results need no copies, and share no memory with anything else
+    error: str
+    seconds: float
+
+    def arguments(self) -> list[torch.Tensor]:
+        """All that the library has taken."""
+
+    def returned(self) -> list[torch.Tensor]:
+        """What the library has returned."""
+
+
+class ReadyCall(Protocol):
+    """A library together with the state that it has been found to fit."""
+
+    def make_run(self, own: list[torch.Tensor], numbers: list[Any]) -> ReadyRun | None:
+        """A run on these tensors; None if tensors or numbers are not those that the call is made for."""
+
+
+class Chain(Protocol):
+    """Hands ready runs to the executor thread, and tells when a run, ready or not, has ended."""
+
+    num_ended: int
+    num_unsettled: int  # ready runs that have ended and were not settled
+    num_run: int  # ready runs that have ended
+    num_returns: int  # how often the executor thread took the interpreter lock after ready runs
+
+    def open(self, runs: Sequence[ReadyRun]) -> None:
+        """The executor thread is about to call `run`: these come first."""
+
+    def push(self, run: ReadyRun) -> bool:
+        """Add a run behind the others. False if the chain is not open."""
+
+    def drain(self) -> None:
+        """Let the executor thread come back when the runs in the chain are over."""
+
+    def stop(self) -> None:
+        """Let the executor thread come back when the present run is over."""
+
+    def run(self, patience: float) -> bool:
+        """Run what is in the chain and what is pushed meanwhile, without the interpreter lock.
+
+        False if nothing came for `patience` seconds.
+        """
+
+    def note_end(self) -> None:
+        """A run that was not ready has ended."""
+
+    def note_settled(self) -> None:
+        """A ready run has been settled."""
+
+    def wait_for_end(self, seen: int, timeout: float) -> None:
+        """Block while `num_ended` is `seen`, for `timeout` seconds at most."""
+
+
+_extension = RUNNER.load()
+
+
+def make_chain() -> Chain:
+    """A chain that is not open."""
+    chain: Chain = _extension.Chain()
+    return chain
+
+
+def make_ready_call(*arguments: Any) -> ReadyCall:
+    """See `ReadyCall` in chain.h."""
+    call: ReadyCall = _extension.ReadyCall(*arguments)
+    return call
