@@ -44,6 +44,7 @@ class StepGroup:
         self.agreed: list[str] = []
         self.num_agreements = 0
         self.num_models = 0  # that have compared their shapes
+        self.num_sharded = 0  # optimizers, see distributed/sharded
 
     def _connect(self, prefix: str) -> dist.ProcessGroupGloo:
         # Made directly: `dist.new_group` has to be called on all ranks of the world.

@@ -3,7 +3,8 @@
     step-00000050/      a checkpoint: it got this name when all of it was on the disk
         tensors.safetensors
         state.json
-        manifest.json   sizes and SHA-256 digests of the two, and of the manifest itself
+        manifest.json   sizes and SHA-256 digests of all, and of the manifest itself
+        rank-1.…        the parts of other ranks, if several ranks have written it: see ranks.py
     .writing-…/         one that is being written, or that a dead process has left
     .removing-…/        one that is being removed
 
@@ -31,6 +32,7 @@ from ..config import settings
 from ..errors import CheckpointError
 from ..notices import notice
 from .files import Files
+from .ranks import Ranks, done_name, failed_name, names_of, read_done
 from .tensor_file import TensorKind, header_of
 
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
@@ -59,8 +61,13 @@ class Checkpoint(NamedTuple):
 
     def verify(self) -> None:
         """Read all files and compare their digests. Raises `CheckpointError` for the first that differs."""
-        for name in (TENSORS, STATE):
+        for name in self._manifest()["files"]:
             self.read(name)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks have written it."""
+        return int(self._manifest().get("ranks", 1))
 
     def read(self, name: str) -> bytearray:
         """The bytes of a file, if they are those that were written."""
@@ -134,27 +141,42 @@ class Directory:
             raise CheckpointError(f"checkpoints can't be written to {root}: {error}") from error
 
     def write(
-        self, step: int, kinds: Mapping[str, TensorKind], values: Iterable[memoryview], state: Any
+        self,
+        step: int,
+        kinds: Mapping[str, TensorKind],
+        values: Iterable[memoryview],
+        state: Any,
+        ranks: Ranks | None = None,
+        number: int = 0,
     ) -> Checkpoint:
         """Write and commit a checkpoint, then remove those that are not kept. See [Note: order].
 
+        `ranks`: all of them call this, for their `number`-th checkpoint, and rank 0 commits: see ranks.py.
         Raises `CheckpointError` that names the path; then nothing is committed, and nothing is left behind.
         """
-        temporary = self.root / f".writing-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        token = f"{ranks.token}_{number}" if ranks else f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        temporary = self.root / f".writing-{token}"
         target = Checkpoint(self.root / f"step-{step:08d}", step)
+        # How the other ranks learn that rank 0 has given up. Removed by the next run, as what is left behind.
+        given_up = self.root / f".removing-{token}_given_up"
+        if ranks is not None and ranks.rank:
+            self._write_part(temporary, given_up, target, kinds, values, state, ranks)
+            return target
+        is_committed = False
         try:
             self._files.make_directory(temporary)
-            content = itertools.chain([memoryview(header_of(kinds))], values)
-            entries = {
-                TENSORS: self._write_file(temporary / TENSORS, content),
-                STATE: self._write_file(temporary / STATE, [json.dumps(state).encode()]),
-            }
+            entries = self._write_files(temporary, names_of(0), kinds, values, state)
             manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": entries}
+            if ranks is not None:
+                manifest["ranks"] = ranks.size
+                for rank in range(1, ranks.size):
+                    entries |= self._entries_of(temporary, ranks, rank)
             manifest["sha256"] = _digest_of(manifest)
             self._write_file(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()])
             self._files.sync_directory(temporary)
             with self._locked():
                 self._commit(temporary, target, entries)
+                is_committed = True
                 try:
                     self._remove_old(target)
                 except OSError as error:
@@ -166,10 +188,75 @@ class Directory:
                 f"{target.path} was not written: {error}. Earlier ones are whole."
             ) from error
         finally:
+            if ranks is not None and not is_committed:
+                with contextlib.suppress(OSError):
+                    self._files.make_directory(given_up)
             if temporary.exists():
                 with contextlib.suppress(OSError):
                     self._files.remove(temporary)
         return target
+
+    def _entries_of(self, temporary: Path, ranks: Ranks, rank: int) -> dict[str, Any]:
+        """Wait for the part of another rank. Its files, with sizes and digests."""
+        path, failed = temporary / done_name(rank), temporary / failed_name(rank)
+        ranks.wait(
+            lambda: read_done(path) is not None or failed.exists(),
+            f"{path}: rank {rank} has not written its part of the checkpoint",
+        )
+        told = read_done(path)
+        if told is None:
+            raise CheckpointError(
+                f"{temporary}: rank {rank} could not write its part, and its error says why. "
+                "Nothing is committed."
+            )
+        return told
+
+    def _write_part(
+        self,
+        temporary: Path,
+        given_up: Path,
+        target: Checkpoint,
+        kinds: Mapping[str, TensorKind],
+        values: Iterable[memoryview],
+        state: Any,
+        ranks: Ranks,
+    ) -> None:
+        """Write the part of a rank that is not 0, and wait until rank 0 has committed it."""
+        ranks.wait(
+            lambda: temporary.exists() or given_up.exists(),
+            f"{target.path}: rank 0 has not begun to write the checkpoint",
+        )
+        try:
+            told = self._write_files(temporary, names_of(ranks.rank), kinds, values, state)
+            self._write_file(temporary / done_name(ranks.rank), [json.dumps(told).encode()])
+        except Exception as error:
+            if given_up.exists():  # and has removed the directory meanwhile
+                raise _given_up(target) from error
+            with contextlib.suppress(OSError):  # else rank 0 finds out by its time-out
+                self._files.make_directory(temporary / failed_name(ranks.rank))
+            raise CheckpointError(
+                f"{target.path}: rank {ranks.rank} has not written its part: {error}. Nothing is committed."
+            ) from error
+        ranks.wait(
+            lambda: not temporary.exists() or given_up.exists(),
+            f"{target.path}: rank 0 has not committed the checkpoint",
+        )
+        if given_up.exists() or not target.path.exists():
+            raise _given_up(target)
+
+    def _write_files(
+        self,
+        temporary: Path,
+        names: tuple[str, str],
+        kinds: Mapping[str, TensorKind],
+        values: Iterable[memoryview],
+        state: Any,
+    ) -> dict[str, Any]:
+        content = itertools.chain([memoryview(header_of(kinds))], values)
+        return {
+            names[0]: self._write_file(temporary / names[0], content),
+            names[1]: self._write_file(temporary / names[1], [json.dumps(state).encode()]),
+        }
 
     def _write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
         digest, size = hashlib.sha256(), 0
@@ -234,6 +321,10 @@ class Directory:
             if found is not None and not _lives(int(found[1])):
                 with contextlib.suppress(OSError):
                     self._files.remove(entry)
+
+
+def _given_up(target: Checkpoint) -> CheckpointError:
+    return CheckpointError(f"{target.path} was not committed: rank 0 has given up. Its error says why.")
 
 
 def _digest_of(manifest: Mapping[str, Any]) -> str:

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..errors import CheckpointError
-from .directory import STATE, TENSORS, Checkpoint, latest
+from .directory import Checkpoint, latest
+from .ranks import names_of, put_parts_together
 from .tensor_file import read
 from .tree import put_together
 
@@ -27,7 +29,11 @@ class Loaded(NamedTuple):
 
 
 def load(
-    checkpoint: Checkpoint | str | os.PathLike[str], state: Mapping[str, Any], *, generators: bool = True
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    generators: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Restore every object of `state`, and the random generators unless `generators=False`.
 
@@ -35,28 +41,41 @@ def load(
     damaged, and for names that are in `state` or in the checkpoint only. Tensors go to the device of their
     object; that records copies and does not synchronize.
 
+    A checkpoint of several ranks is loaded by each rank for itself, also by another number of ranks: state
+    that was sharded is put together and, if the object is sharded, cut anew. `process_group`: whose rank says
+    which generators and `extra` are this process's; a rank that the checkpoint does not have gets the
+    `extra` of rank 0, and keeps its generators.
+
         found = lazystep.checkpoint.latest("checkpoints")
         loaded = lazystep.checkpoint.load(found, {"model": model, "opt": opt})
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.at(checkpoint)
     try:
-        tensors = read(checkpoint.read(TENSORS))
-        whole = put_together(json.loads(checkpoint.read(STATE)), tensors)
+        parts = [_read(checkpoint, rank) for rank in range(checkpoint.num_ranks)]
     except CheckpointError as error:
         older = latest(checkpoint.path.parent)
         instead = f"The newest whole one is {older.path}." if older else "There is no whole one beside it."
         raise CheckpointError(f"{error} {instead}") from error
+    whole = parts[0]
     saved = whole["state"]
+    for name in whole.get("sharded", ()):
+        saved[name] = put_parts_together([part["state"][name] for part in parts])
     if saved.keys() != state.keys():
         raise CheckpointError(
             f"{checkpoint.path} has {sorted(saved)}, but the state to restore has {sorted(state)}"
         )
     for name, thing in state.items():
         _restore(thing, saved[name])
-    if generators:
-        _restore_random(whole["random"])
-    return Loaded(checkpoint.step, whole["extra"])
+    rank = dist.get_rank(process_group) if process_group is not None else 0
+    if generators and rank < len(parts):
+        _restore_random(parts[rank]["random"])
+    return Loaded(checkpoint.step, parts[rank if rank < len(parts) else 0]["extra"])
+
+
+def _read(checkpoint: Checkpoint, rank: int) -> Any:
+    tensors, state = names_of(rank)
+    return put_together(json.loads(checkpoint.read(state)), read(checkpoint.read(tensors)))
 
 
 def _restore(thing: Any, saved: Any) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import metrics
 from ..closure import AsyncClosureHandler
@@ -31,6 +32,7 @@ from ..record.tensor import find_handle
 from ..runtime import runtime
 from .directory import Directory
 from .files import Files
+from .ranks import Ranks, ranks_of
 from .tensor_file import TensorKind, bytes_of, check
 from .tree import take_apart
 
@@ -113,10 +115,19 @@ class Saver:
         save(step)
     """
 
-    def __init__(self, directory: Directory, state: Mapping[str, Any], every: int, max_pending: int) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        state: Mapping[str, Any],
+        every: int,
+        max_pending: int,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._directory = directory
         self._state = dict(state)
         self._every = every
+        self._ranks = ranks
+        self._num_saves = 0
         self._handler = AsyncClosureHandler(max_pending)
         self._failure: CheckpointError | None = None
         for name, thing in self._state.items():
@@ -144,19 +155,32 @@ class Saver:
             )
         runtime.flush()
         tensors = _Tensors()
-        state = {name: _state_of(thing) for name, thing in self._state.items()}
-        whole = {"state": state, "random": _random_state(), "extra": extra}
-        form = take_apart(whole, tensors.store)
+        form = take_apart({**self._states(), "random": _random_state(), "extra": extra}, tensors.store)
+        number, self._num_saves = self._num_saves, self._num_saves + 1
 
         def write_checkpoint() -> None:
-            self._write(step, tensors, form)
+            self._write(step, number, tensors, form)
 
         metrics.count("checkpoints_queued")
         self._handler.put(write_checkpoint)
 
-    def _write(self, step: int, tensors: _Tensors, form: Any) -> None:
+    def _states(self) -> dict[str, Any]:
+        """What this rank saves. Of several ranks each has its part of sharded state, and rank 0 the rest."""
+        if self._ranks is None:
+            return {"state": {name: _state_of(thing) for name, thing in self._state.items()}}
+        shards: dict[str, Any] = {
+            n: getattr(thing, "_lazystep_shards", None) for n, thing in self._state.items()
+        }
+        state = {
+            name: _state_of(thing) if shards[name] is None else shards[name].local_state(thing)
+            for name, thing in self._state.items()
+            if shards[name] is not None or self._ranks.rank == 0
+        }
+        return {"state": state, "sharded": [name for name in shards if shards[name] is not None]}
+
+    def _write(self, step: int, number: int, tensors: _Tensors, form: Any) -> None:
         try:
-            self._directory.write(step, tensors.kinds, tensors.values(), form)
+            self._directory.write(step, tensors.kinds, tensors.values(), form, self._ranks, number)
         except Exception as error:
             failure = error
             if not isinstance(failure, CheckpointError):  # a step failed, so there are no values to write
@@ -207,6 +231,7 @@ def save_every(
     keep: int = 3,
     *,
     max_pending: int = 1,
+    process_group: dist.ProcessGroup | None = None,
     files: Files | None = None,
 ) -> Saver:
     """Save `state` in every N-th step to a directory, off the training thread, and keep the newest `keep`.
@@ -219,8 +244,14 @@ def save_every(
         save(step, epoch=epoch)
         save.close()
 
+    `process_group`: all its ranks write one checkpoint, in a directory that all of them see. Each writes its
+    part of sharded optimizer state, without gathering it; rank 0 writes the rest and commits when all parts
+    are on the disk. All ranks must call `save` in the same steps. Blocks here until rank 0 has called it.
+
     Makes the directory. Does not synchronize.
     """
     if every < 1 or keep < 1:
         raise ValueError(f"every = {every}, keep = {keep}: expected at least 1")
-    return Saver(Directory(Path(path), keep, files or Files()), state, every, max_pending)
+    directory = Directory(Path(path), keep, files or Files())
+    ranks = ranks_of(process_group) if process_group is not None else None
+    return Saver(directory, state, every, max_pending, ranks)

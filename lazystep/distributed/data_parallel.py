@@ -23,6 +23,7 @@ from ..ops.collectives import broadcast
 from ..process_groups import StepGroup, step_group
 from ..record.source import user_line
 from .reducer import Reducer, Settings
+from .sharded import shard_in_first_step
 
 # torch's hooks that divide and sum, and the type in which they send a bucket.
 _HOOKS: dict[Callable[..., Any], torch.dtype | None] = {
@@ -50,9 +51,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     `torch.nn.parallel.DistributedDataParallel(module)` gives this class for a module on the lazy device.
     Making one is collective, and blocks until the other ranks do so. The first two steps exchange a message
     with rank 0, later ones none.
+
+    `shard_optimizer_state=True`: each rank keeps the optimizer state of its part of the parameters and
+    updates that part, as `shard_optimizer` says. Each optimizer of the model is sharded in its first step.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shard_optimizer_state: bool = False, **kwargs: Any) -> None:
         given = _SIGNATURE.bind(self, *args, **kwargs).arguments
         given.pop("self")
         _refuse_unsupported(given)
@@ -61,6 +65,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if is_synchronized:
             takes_buffers = given.get("forward_sync_buffers") is not None or self.forward_sync_buffers
             self._synchronize_at_start(takes_buffers)
+        if shard_optimizer_state:
+            shard_in_first_step(self, self.parameters())
 
     def _synchronize_at_start(self, takes_buffers: bool) -> None:
         """Compare the shapes of all parameters, and take over rank 0's parameters and buffers."""

@@ -13,7 +13,6 @@ bucket there. `program/schedule.py` moves the wait to the first use.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -178,7 +177,7 @@ class Reducer:
                 gradient = gradient / self._group.size  # it is in the bucket already, where torch divides
             else:
                 gradient = gradient * scale
-            rows.append(_row(gradient, parameter))
+            rows.append(row_of(gradient, parameter))
         return rows
 
     def _unused_everywhere(self, unused: frozenset[int]) -> frozenset[int]:
@@ -233,8 +232,8 @@ def _layout(parameter: Tensor) -> tuple[int, ...]:
     return tuple(make_contiguous_strides_for(parameter.shape))
 
 
-def _row(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The elements of a gradient in the order in which they lie in the bucket."""
+def row_of(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The elements of a gradient in the order in which they lie in the bucket, and in the parameter."""
     strides = _layout(parameter)
     if strides == tuple(make_contiguous_strides_for(parameter.shape)):
         return gradient.reshape(-1)
@@ -242,7 +241,9 @@ def _row(gradient: Tensor, parameter: Tensor) -> Tensor:
         gradient = torch.empty_strided(
             parameter.shape, strides, dtype=gradient.dtype, device=gradient.device
         ).copy_(gradient)
-    return gradient.as_strided((math.prod(parameter.shape),), (1,))
+    # Not by `as_strided`: no library can be built of a step that writes through it.
+    by_stride = sorted(range(gradient.dim()), key=lambda dim: -strides[dim])
+    return gradient.permute(by_stride).reshape(-1)
 
 
 def _leaves_behind(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

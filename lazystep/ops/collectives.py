@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FakeWork
 from ..process_groups import step_group
 from ..program import collectives  # noqa: F401 - declares the ops
 from ..record.recorder import Recorder
-from .handlers import handles
+from .handlers import handles, handles_later
 from .host import run_on_host
 
 _REDUCE_OPS = {
@@ -148,6 +148,12 @@ def _functional_all_reduces(recorder: Recorder, func: Any, args: tuple[Any, ...]
     return [all_reduce(t.clone(memory_format=torch.contiguous_format), args[1], group) for t in args[0]]
 
 
+@handles(_functional.all_reduce_coalesced_.default)
+def _functional_all_reduces_(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    group = _resolve(args[2])
+    return [all_reduce(tensor, args[1], group) for tensor in args[0]]
+
+
 @handles(_functional.broadcast.default)
 def _functional_broadcast(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     return broadcast(args[0].clone(memory_format=torch.contiguous_format), args[1], _resolve(args[2]))
@@ -160,21 +166,85 @@ def _functional_broadcast_(recorder: Recorder, func: Any, args: tuple[Any, ...],
 
 @handles(_functional.all_gather_into_tensor.default)
 def _functional_all_gather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    tensor, size = args[0], args[1]
-    out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
-    return all_gather(out, tensor, _resolve(args[2]))
+    return _gathered(args[0], args[1], _resolve(args[2]))
+
+
+@handles(_functional.all_gather_into_tensor_coalesced.default)
+def _functional_all_gathers(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    group = _resolve(args[2])
+    return [_gathered(tensor, args[1], group) for tensor in args[0]]
+
+
+@handles(_functional.all_gather_into_tensor_out.default)
+def _functional_all_gather_out(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    return all_gather(kwargs["out"], args[0], _resolve(args[2]))
 
 
 @handles(_functional.reduce_scatter_tensor.default)
 def _functional_reduce_scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    tensor, size = args[0], args[2]
-    out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-    return reduce_scatter(out, tensor, args[1], _resolve(args[3]))
+    return _scattered(args[0], args[1], args[2], _resolve(args[3]))
+
+
+@handles(_functional.reduce_scatter_tensor_coalesced.default)
+def _functional_reduce_scatters(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    group = _resolve(args[3])
+    return [_scattered(tensor, args[1], args[2], group) for tensor in args[0]]
+
+
+@handles(_functional.reduce_scatter_tensor_out.default)
+def _functional_reduce_scatter_out(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any
+) -> Tensor:
+    return reduce_scatter(kwargs["out"], args[0], args[1], _resolve(args[3]))
 
 
 @handles(_functional.wait_tensor.default)
 def _wait_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return args[0]  # the wait is recorded with the launch
+
+
+@handles_later("_c10d_functional::_wrap_tensor_autograd")
+def _wrap_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """torch's functions wrap a result in a tensor that waits when it is used. Here the wait is recorded."""
+    return args[0]
+
+
+class _Waited:
+    """A functional collective together with the wait for its results."""
+
+    def __init__(self, func: Any) -> None:
+        self._func = func
+        self._schema = func._schema
+        self.namespace = func.namespace
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._func(*args, **kwargs)
+        for result in [found] if isinstance(found, Tensor) else found or ():
+            _functional.wait_tensor.default(result)
+        return found
+
+    def __str__(self) -> str:
+        return str(self._func)
+
+
+def _wait_on_host(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run_on_host(recorder, _Waited(func), args, kwargs, "collective that is not recorded")
+
+
+# The others of this namespace return before the network has written, and nobody would wait: a recorded
+# `wait_tensor` has nothing to wait for. `isend` and `irecv` are new in torch 2.13.
+for _name in ("all_to_all_single", "isend", "irecv", "batch_p2p_ops"):
+    if hasattr(_functional, _name):
+        handles(getattr(_functional, _name).default)(_wait_on_host)
+
+
+def _gathered(tensor: Tensor, size: int, group: str) -> Tensor:
+    return all_gather(tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:])), tensor, group)
+
+
+def _scattered(tensor: Tensor, op: str, size: int, group: str) -> Tensor:
+    out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    return reduce_scatter(out, tensor, op, group)
 
 
 def _resolve(group: Any) -> str:

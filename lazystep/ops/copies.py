@@ -16,7 +16,7 @@ from ..record.recorder import Recorder
 from ..record.source import user_line
 from ..record.tensor import handle_of, is_lazy
 from .handlers import handles
-from .host import CPU, from_host, run_on_host
+from .host import CPU, from_host, known_values, run_on_host
 from .mixed import mismatch
 from .sparse import wrap_any
 
@@ -94,11 +94,10 @@ def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
         return torch.empty_strided(
             type_.shape, type_.stride, dtype=kwargs.get("dtype") or type_.dtype, device=device
         )
-    watching = observer.current()
-    known = None if watching is None else watching.on_read(handle_of(source))
+    known = known_values([source])
     if known is not None:
         with serial_dispatch():
-            return func(known, **kwargs)
+            return func(known[id(source)], **kwargs)
     metrics.count_synchronization("to host", user_line())
     with recorder.reading([handle_of(source)]), serial_dispatch():
         return func(handle_of(source).tensor, **kwargs)

@@ -34,7 +34,7 @@ from . import collectives, copies, draws  # noqa: F401 - their handlers
 from .cpu_branch import KERNELS, run_composite
 from .draws import draw
 from .facade import FACADE_KERNELS
-from .handlers import HANDLERS, handles
+from .handlers import handler_of, handles
 from .host import run_on_host
 from .mixed import run_mixed
 
@@ -60,6 +60,7 @@ class OpDispatch:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._facts: dict[Any, OpFacts] = {}
+        self._is_used = False
 
     def facts_of(self, func: Any) -> OpFacts:
         """What the schema of an op says."""
@@ -72,7 +73,7 @@ class OpDispatch:
         """See `Dispatch.traits`."""
         facts = self.facts_of(func)
         is_taken_apart = func in COMPOSITES or facts.is_composite
-        usual = Mode.HANDLER if func in HANDLERS else Mode.COMPOSITE if is_taken_apart else Mode.RECORD
+        usual = Mode.HANDLER if handler_of(func) else Mode.COMPOSITE if is_taken_apart else Mode.RECORD
         mode = _MODES.get(func, usual)
         takes_number = [i in facts.number_positions for i in range(len(func._schema.arguments))]
         is_writing, needs_nbytes = bool(facts.writes), facts.needs_nbytes
@@ -80,6 +81,9 @@ class OpDispatch:
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """See `Dispatch.decide`. Raises eager's error, with the op and the user's line in a note."""
+        if not self._is_used:
+            self._is_used = True
+            self._recorder.barrier.on_first_op()
         if func is _aten.histc.default and _is_integral(args[0].dtype):
             func = HISTC_OF_INTEGERS
         facts = self.facts_of(func)
@@ -114,7 +118,7 @@ class OpDispatch:
         return self._run(func, args, kwargs, "sparse tensor")
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
-        handler = HANDLERS.get(func)
+        handler = handler_of(func)
         if handler is not None:
             return handler(self._recorder, func, args, kwargs)
         kernel = COMPOSITES.get(func)

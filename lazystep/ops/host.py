@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ def run_on_host(
     Waits for its operands; for everything queued if it writes one, since queued steps may read it.
     """
     lazy = list(_lazy_tensors([*args, *kwargs.values()]))
-    # The schemas of collectives do not say that they write.
-    writes = func._schema.is_mutable or func.namespace == "c10d"
+    # The schemas of collectives do not say that they write. Functional ones do not write, but like the others
+    # they must run in each step, and in order: a captured step may not take values that it knows.
+    writes = func._schema.is_mutable or func.namespace in ("c10d", "_c10d_functional")
     if lazy and not writes and reason != "sparse tensor":
-        known = _known_values(lazy)
+        known = known_values(lazy)
         if known is not None:
-            return _run_on_known(func, args, kwargs, known)
+            with eager_dispatch():
+                return _Results(func, [], writes).to_lazy(_call(func, args, kwargs, lambda t: known[id(t)]))
     if lazy:
         metrics.count_synchronization(reason, user_line())
         if writes:
@@ -53,27 +56,22 @@ def run_on_host(
     # By tensor identity: an alias per operand, since the op may change its metadata.
     aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def to_real(arg: Any) -> Any:
-        if is_lazy(arg):
-            if id(arg) not in aliases:
-                real = handle_of(arg).tensor
-                assert real is not None
-                alias = real.detach()
-                if needs_grad and arg.requires_grad:
-                    alias.requires_grad_()
-                aliases[id(arg)] = arg, alias
-            return aliases[id(arg)][1]
-        if type(arg) is list or type(arg) is tuple:
-            return [to_real(a) for a in arg]
-        return CPU if type(arg) is torch.device and arg.type == "lazy" else arg
+    def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in aliases:
+            real = handle_of(tensor).tensor
+            assert real is not None
+            alias = real.detach()
+            if needs_grad and tensor.requires_grad:
+                alias.requires_grad_()
+            aliases[id(tensor)] = tensor, alias
+        return aliases[id(tensor)][1]
 
     with recorder.reading([handle_of(t) for t in lazy]), eager_dispatch():
-        real_args = [to_real(a) for a in args]
-        out = func(*real_args, **{k: to_real(v) for k, v in kwargs.items()})
+        out = _call(func, args, kwargs, alias_of)
         return _Results(func, list(aliases.values()), writes).to_lazy(out)
 
 
-def _known_values(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
+def known_values(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
     """Copies of the values, by the tensors' ids, if a captured step knows them without a barrier."""
     watching = observer.current()
     if watching is None:
@@ -87,19 +85,20 @@ def _known_values(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None
     return known
 
 
-def _run_on_known(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: dict[int, torch.Tensor]
+def _call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Any:
-    def to_real(arg: Any) -> Any:
-        if is_lazy(arg):
-            return known[id(arg)]
-        if type(arg) is list or type(arg) is tuple:
-            return [to_real(a) for a in arg]
-        return CPU if type(arg) is torch.device and arg.type == "lazy" else arg
+    real_args = [_replace(a, real_of) for a in args]
+    return func(*real_args, **{k: _replace(v, real_of) for k, v in kwargs.items()})
 
-    with eager_dispatch():
-        out = func(*map(to_real, args), **{k: to_real(v) for k, v in kwargs.items()})
-        return _Results(func, [], writes=False).to_lazy(out)
+
+def _replace(arg: Any, real_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An argument with real tensors in the place of lazy ones, and the CPU in the place of their device."""
+    if is_lazy(arg):
+        return real_of(arg)
+    if type(arg) is list or type(arg) is tuple:
+        return [_replace(a, real_of) for a in arg]
+    return CPU if type(arg) is torch.device and arg.type == "lazy" else arg
 
 
 def _lazy_tensors(args: Any) -> Any:

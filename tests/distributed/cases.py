@@ -78,6 +78,7 @@ class Case:
     branches: bool = False
     evaluates: bool = False
     autocast: torch.dtype | None = None
+    shards: bool = False  # the state of the optimizer, on the lazy device
     scales: bool = False  # with a GradScaler; a gradient of rank 1 overflows once
     # Why a captured step records each call, in the words of `explain()`; empty if it is replayed.
     not_replayed: str = ""
@@ -117,6 +118,23 @@ CASES: dict[str, Case] = {
         branches=True,
         not_replayed="asks the other ranks",
     ),
+    "sharded state": Case(shards=True),
+    "sharded state, clip_grad_norm_, schedule": Case(shards=True, clip=0.1, schedule=True),
+    "sharded state, frozen parameters": Case(shards=True, model=frozen),
+    "sharded state, channels_last, batch norm": Case(shards=True, model=conv),
+    "sharded state, zero_grad(set_to_none=False), accumulation": Case(
+        shards=True, zero_to_none=False, accumulate=2
+    ),
+    "sharded state, autocast to float16, GradScaler, an overflow on one rank": Case(
+        shards=True, autocast=torch.float16, scales=True
+    ),
+    "sharded state, find_unused_parameters, other layers on each rank": Case(
+        model=Branches,
+        options={"find_unused_parameters": True},
+        branches=True,
+        shards=True,
+        not_replayed="asks the other ranks",
+    ),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
@@ -127,6 +145,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+}
+# The rest of those whose state can be sharded.
+MORE_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 
 
@@ -152,10 +178,12 @@ def train(
     torch.manual_seed(world.rank)  # other parameters on each rank: DDP takes rank 0's
     model = case.model().to(device)
     options = {"bucket_cap_mb": BUCKET_CAP_MB, **case.options}
+    if case.shards and device == "lazy":
+        options["shard_optimizer_state"] = True
     ddp = DistributedDataParallel(model, process_group=world.group, **options)
     if case.hook is not None:
         ddp.register_comm_hook(world.group, case.hook)
-    opt = OPTIMIZERS[optimizer]([p for p in ddp.parameters() if p.requires_grad])
+    opt = {**OPTIMIZERS, **MORE_OPTIMIZERS}[optimizer]([p for p in ddp.parameters() if p.requires_grad])
     schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
     scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3, enabled=case.scales)
     ema = torch.optim.swa_utils.AveragedModel(model) if case.ema else None
@@ -195,7 +223,8 @@ def train(
             with torch.no_grad():
                 losses.append(ddp(batches[0].to(device)).sum())
             ddp.train()
-    state = [v for p in opt.state.values() for v in p.values() if isinstance(v, Tensor)]
+    states = opt.state_dict()["state"]
+    state = [v for n in sorted(states) for v in states[n].values() if isinstance(v, Tensor)]
     found = [*losses, *ddp.state_dict().values(), *state]
     found += [p.grad for p in ddp.parameters() if p.grad is not None]
     found += list(ema.parameters()) if ema is not None else []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import lazystep
 from lazystep import config
 from lazystep.execute import communicate
 from lazystep.execute.communicate import Tape, in_flight
 from lazystep.execute.native import NativeExecutable
+from lazystep.execute.reference import ReferenceExecutable
 from tests.builds import cache
 from tests.helpers import nightly
 from tests.pool import Pool, World, raised_by
@@ -182,16 +185,32 @@ def test_every_case_natively(lazy_pool: Pool, name: str) -> None:
 # -- events -----------------------------------------------------------------------------------------------
 
 
-def watch_events(world: World) -> list[dict[str, Any]]:
-    """At each launch and wait of a native step: what is under way, and which inputs have been written."""
+@contextmanager
+def on_the_reference(world: World) -> Iterator[tuple[Any, Any]]:
+    with config.override(tier="reference"):
+        ddp, optimizer = make(world)
+        for _ in range(4):
+            step(ddp, optimizer)
+        lazystep.wait_device_ops()
+        yield ddp, optimizer
+
+
+def watch_events(world: World, executable: Any) -> list[dict[str, Any]]:
+    """At each launch and wait of a step: what is under way, which inputs have been written, what is freed."""
     events: list[dict[str, Any]] = []
     inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    buckets: list[StorageWeakRef] = []  # that have arrived
 
     def note(what: str) -> None:
         written = [list(now.shape) for now, before in inputs if not torch.equal(now, before)]
-        events.append({"what": what, "pending": in_flight.num_pending, "written": written})
+        deadline = time.monotonic() + 10  # gloo's own thread lets go of a bucket a moment after the wait
+        while what == "wait" and not all(one.expired() for one in buckets) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        freed = [bucket.expired() for bucket in buckets]
+        events.append({"what": what, "pending": in_flight.num_pending, "written": written, "freed": freed})
 
-    run, launch, wait = NativeExecutable.run, communicate.InFlight.launch, communicate.InFlight.wait
+    run, launch, wait = executable.run, communicate.InFlight.launch, communicate.InFlight.wait
+    stepping = native_from_the_start if executable is NativeExecutable else on_the_reference
 
     def noting_run(self: Any, tensors: list[torch.Tensor], scalars: Any) -> Any:
         inputs[:] = [(tensor, tensor.clone()) for tensor in tensors]
@@ -203,10 +222,11 @@ def watch_events(world: World) -> list[dict[str, Any]]:
 
     def noting_wait(self: Any, target: torch.Tensor) -> Any:
         note("wait")
+        buckets.append(StorageWeakRef(target.untyped_storage()))
         return wait(self, target)
 
-    with native_from_the_start(world) as (ddp, optimizer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeExecutable, "run", noting_run)
+    with stepping(world) as (ddp, optimizer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executable, "run", noting_run)
         patch.setattr(communicate.InFlight, "launch", noting_launch)
         patch.setattr(communicate.InFlight, "wait", noting_wait)
         step(ddp, optimizer)
@@ -214,8 +234,11 @@ def watch_events(world: World) -> list[dict[str, Any]]:
     return events
 
 
-def test_a_native_bucket_is_updated_before_the_last_one_has_arrived(lazy_pool: Pool) -> None:
-    for events in lazy_pool.run(watch_events, timeout=280):
+@pytest.mark.parametrize("executable", [ReferenceExecutable, NativeExecutable])
+def test_a_bucket_is_updated_and_freed_before_the_last_one_has_arrived(
+    lazy_pool: Pool, executable: Any
+) -> None:
+    for events in lazy_pool.run(watch_events, executable, timeout=280):
         assert [event["what"] for event in events] == ["launch", "launch", "wait", "wait"]
         assert [event["pending"] for event in events] == [0, 1, 2, 1]
         *_, at_first_wait, at_last_wait = events
@@ -223,6 +246,7 @@ def test_a_native_bucket_is_updated_before_the_last_one_has_arrived(lazy_pool: P
         assert last_layer not in at_first_wait["written"]
         assert last_layer in at_last_wait["written"]
         assert first_layer not in at_last_wait["written"], "its bucket is still on its way"
+        assert at_last_wait["freed"] == [True], "zero_grad is in the step: the updated bucket is gone"
 
 
 # -- checks -----------------------------------------------------------------------------------------------

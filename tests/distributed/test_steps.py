@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,11 +50,16 @@ def count_steps(world: World) -> dict[str, Any]:
         step(ddp, optimizer)
     lazystep.wait_device_ops()
     lazystep.metrics.reset()
-    for _ in range(5):
-        step(ddp, optimizer)
-    lazystep.wait_device_ops()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        lazystep.profile(Path(directory) / "trace.json") as timeline,
+    ):
+        for _ in range(5):
+            step(ddp, optimizer)
+        lazystep.wait_device_ops()
     found: dict[str, Any] = {name: lazystep.metrics.counter_value(name) for name in COUNTERS}
     found["num_buckets"] = len(ddp.reducer.buckets)
+    found["collectives"] = [span for span in timeline.spans() if span.category == "collective"]
     found["program"] = str(lazystep.debug.last_program())
     found["is torch's"] = type(ddp).__mro__[1] is DistributedDataParallel
     found["keys"] = list(ddp.state_dict())[:1]
@@ -80,6 +88,15 @@ def test_reductions_are_launched_in_backward_and_buckets_are_updated_as_they_arr
         assert max(launches) < min(waits)
         for update, next_wait in zip(updates, waits[1:], strict=False):
             assert update < next_wait, "a bucket is updated before the next one is waited for"
+
+
+def test_the_timeline_has_a_row_for_each_reduction_of_a_step(lazy_pool: Pool) -> None:
+    for found in lazy_pool.run(count_steps, timeout=240):
+        spans, num_buckets = found["collectives"], found["num_buckets"]
+        assert [span.row for span in spans] == [f"collective {n}" for n in range(num_buckets)] * 5
+        for first, second in zip(spans[::num_buckets], spans[1::num_buckets], strict=True):
+            assert first.start < second.start < first.end < second.end, "both are under way at once"
+            assert first.args["waited"] <= first.end - first.start
 
 
 def drop_results(world: World) -> list[float]:
@@ -118,15 +135,29 @@ def collectives(world: World) -> list[list[float]]:
     functional = torch.ops._c10d_functional
     summed = functional.wait_tensor(functional.all_reduce(lazy(rank, 1.0), "sum", group.group_name))
     scattered = functional.reduce_scatter_tensor(lazy(*range(size)), "sum", size, group.group_name)
+    source = lazy(rank).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        whole = functional_collectives.all_gather_tensor(lazy(rank, 1.0)[None], 1, group).flatten()
+        functional_collectives.all_gather_tensor_autograd(source, 0, group).square().sum().backward()
+    assert source.grad is not None
+    coalesced = functional.all_gather_into_tensor_coalesced([lazy(rank), lazy(-rank)], size, group.group_name)
     assert lazystep.metrics.counter_value("synchronizations") == 0
+    ones = [1] * size
+    exchanged = functional.all_to_all_single(lazy(*[rank] * size), ones, ones, group.group_name) + 1
+    assert lazystep.metrics.counter_value("synchronizations") == 1, "it runs on the training thread"
     found = [largest, strided.flatten(), gathered, torch.cat(parts), summed, scattered]
+    found += [*coalesced, exchanged, whole, source.grad]
     return [t.tolist() for t in found]
 
 
 def test_ordinary_collectives_are_recorded(lazy_pool: Pool) -> None:
     for rank, found in enumerate(lazy_pool.run(collectives, num_ranks=3, timeout=240)):
         gathered, parts = [0.0, 1.0, 2.0], [1.0, 2.0, 3.0]
-        assert found == [[2.0, 0.0], [1.0, 0.0, 0.0, 1.0], gathered, parts, [3.0, 3.0], [3.0 * rank]]
+        recorded, others = found[:6], found[6:]
+        assert recorded == [[2.0, 0.0], [1.0, 0.0, 0.0, 1.0], gathered, parts, [3.0, 3.0], [3.0 * rank]]
+        assert others[:3] == [gathered, [0.0, -1.0, -2.0], parts]
+        assert others[3:] == [[0.0, 1.0, 1.0, 1.0, 2.0, 1.0], [6.0 * rank]]
 
 
 def refusals(world: World) -> list[str]:
