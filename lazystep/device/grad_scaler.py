@@ -1,21 +1,48 @@
 """`torch.amp.GradScaler` on lazy tensors: the scale, the flags and the skip of an update stay in the program.
 
 torch's class works on any device, except that it reads on the host whether a gradient has overflowed, before
-it updates. A fused optimizer is told on the device instead; torch does that by itself. For the other
-optimizers of torch without state on the host, the update is recorded in any case, and what it has written is
-taken back on the device if a gradient has overflowed. Where the host must know, because an optimizer counts
-its steps there, the flag is read as eager reads it, which synchronizes.
+it updates. A fused optimizer is told on the device instead; torch does that by itself. The update of any
+other optimizer of torch becomes one op that gets the flag (`program/updates.py`). For that, its step counts
+move to the lazy device: the host does not know how many steps were skipped.
+
+The flag is read as eager reads it, which synchronizes, where the host has to know: in a step that makes
+state, because a skipped step makes none, and for optimizers that are not torch's, or that call hooks.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import optimizer as optimizers
 
-from ..record.tensor import is_lazy
+from ..errors import UnsupportedError
+from ..program.updates import FUNCTIONS, OPTIMIZE, position_of_counts, take_apart
+from ..record.tensor import DEVICE, is_lazy
 from .patches import wrapping
+
+# The optimizers whose steps do nothing but call the functions of `program/updates.py`.
+_CLASSES = frozenset(
+    (
+        *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam),
+        *(torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Muon, torch.optim.NAdam),
+        *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+    )
+)
+# Options of torch's optimizers with which a step reads no count on the host.
+_ON_THE_DEVICE = ("fused", "capturable", "differentiable")
+
+
+class _Flag(threading.local):
+    """Set while `GradScaler` calls an optimizer: not zero if a gradient has overflowed."""
+
+    value: torch.Tensor | None = None
+
+
+_flag = _Flag()
 
 
 def skip_updates_in_the_program() -> None:
@@ -26,9 +53,14 @@ def skip_updates_in_the_program() -> None:
         original: Any, scaler: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any
     ) -> Any:
         flags = list(optimizer_state["found_inf_per_device"].values())
-        if args or kwargs or not all(map(is_lazy, flags)) or not _is_on_the_device(optimizer):
+        if args or kwargs or not flags or not all(map(is_lazy, flags)) or not _is_known(optimizer):
             return original(scaler, optimizer, optimizer_state, *args, **kwargs)
-        return _step_unless(sum(flags[1:], flags[0]), optimizer)
+        _move_counts(optimizer)
+        _flag.value = sum(flags[1:], flags[0])
+        try:
+            return optimizer.step()
+        finally:
+            _flag.value = None
 
     @wrapping(torch.amp.GradScaler, "update")
     def update(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,49 +75,81 @@ def skip_updates_in_the_program() -> None:
             before.clear()
             scaler._per_optimizer_states = before
 
+    for name, module in FUNCTIONS.items():
+        wrapping(sys.modules[module], name)(_recording(name))
 
-def _is_on_the_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer changes lazy tensors and nothing else, once its state is there."""
+
+def _recording(name: str) -> Callable[..., None]:
+    """In the place of one of torch's functions: an update with counts on the lazy device is one op."""
+
+    position = position_of_counts(name)
+
+    def call(original: Any, params: Any, grads: Any, *lists: Any, **options: Any) -> None:
+        if torch.compiler.is_compiling():  # Dynamo can't trace `is_lazy`, and never gets lazy tensors
+            original(params, grads, *lists, **options)
+            return
+        counts: Any = lists[position] if position is not None and position < len(lists) else ()
+        is_ours = _flag.value is not None or (len(counts) > 0 and is_lazy(counts[0]))
+        is_ours = is_ours and len(params) > 0 and all(map(is_lazy, params))
+        if not is_ours or any(options.get(one) for one in _ON_THE_DEVICE):
+            original(params, grads, *lists, **options)
+            return
+        apart = take_apart(name, (params, grads, *lists), options)
+        tensors = [] if apart is None else [*apart.written, *apart.read]
+        if apart is None or any(tensor.layout is not torch.strided for tensor in tensors):
+            if _flag.value is not None:
+                raise UnsupportedError(
+                    f"torch.optim's {name} under a GradScaler: an option is no number, string or tensor, "
+                    "which a program can't hold. Use a plain number, or fused=True."
+                )
+            original(params, grads, *lists, **options)
+            return
+        read = [tensor if is_lazy(tensor) else tensor.to(DEVICE) for tensor in apart.read]
+        # Not through `OpOverload.__call__`: a frame of torch's that hands numbers to C, so that a capture
+        # would require the same numbers in each replay.
+        OPTIMIZE._op(apart.written, read, _flag.value, apart.numbers, apart.text)
+        torch.autograd.graph.increment_version(apart.written)
+
+    return call
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the optimizer is calls of torch's functions on lazy tensors, and nothing else."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         optimizers._global_optimizer_pre_hooks,
         optimizers._global_optimizer_post_hooks,
     )
-    # SGD alone: other optimizers of torch count steps on the host, and what others' do is unknown.
-    return (
-        type(optimizer) is torch.optim.SGD
-        and not any(hooks)
-        and all(is_lazy(tensor) and tensor.layout is torch.strided for tensor in _tensors_of(optimizer))
+    step = vars(optimizer).get("step")
+    if type(optimizer) not in _CLASSES or (step and not hasattr(step, "_wrapped_by_lr_sched")):
+        return False
+    if not all(getattr(hook, "records_only", False) for some in hooks for hook in some.values()):
+        return False
+    parameters = [(p, g) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    if (shards := vars(optimizer).get("_lazystep_shards")) is not None:
+        # There is state of this rank's parts alone, and all ranks must come to the same answer.
+        parameters = [(p, group) for p, group in parameters if shards.has_part(p)]
+    return all(
+        is_lazy(p)
+        and p.grad.layout is p.layout is torch.strided
+        and _has_state(optimizer, p, group)
+        and not any(group.get(one) for one in _ON_THE_DEVICE)
+        for p, group in parameters
     )
 
 
-def _step_unless(flag: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """A step of the optimizer that leaves everything as it was if the flag is not zero."""
-    tensors = list({id(tensor): tensor for tensor in _tensors_of(optimizer)}.values())
-    with torch.no_grad():
-        before = [tensor.clone() for tensor in tensors]
-        versions = [tensor._version for tensor in tensors]
-        states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        optimizer.step()
-        has_overflowed = flag != 0
-        for tensor, old, version in zip(tensors, before, versions, strict=True):
-            # The clone of a tensor that was not written is used by nothing, and is not computed.
-            if tensor._version != version:
-                tensor.copy_(torch.where(has_overflowed, old, tensor))
-    # State that this step has made: in eager it is not there after a skipped step.
-    if any(_has_changed(states.get(p, {}), state) for p, state in optimizer.state.items()) and flag.item():
-        optimizer.state.clear()
-        optimizer.state.update(states)
+def _has_state(optimizer: torch.optim.Optimizer, parameter: Any, group: dict[str, Any]) -> bool:
+    """Whether a step finds all state of a parameter. In eager, a skipped step makes none."""
+    if type(optimizer) is torch.optim.SGD:
+        has_momentum = group["momentum"] != 0
+        return not has_momentum or optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+    return bool(optimizer.state.get(parameter))
 
 
-def _has_changed(before: dict[str, Any], state: dict[str, Any]) -> bool:
-    return before.keys() != state.keys() or any(before[name] is not state[name] for name in state)
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters that have gradients, their gradients, and the tensors of the state."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    state = [value for one in optimizer.state.values() for value in one.values()]
-    tensors = [*parameters, *(p.grad for p in parameters), *state]
-    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+def _move_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Move what the optimizer keeps on the host, such as step counts, to the lazy device."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                state[name] = value.to(DEVICE)

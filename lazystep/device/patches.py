@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import UnsupportedError
 from ..ops.dispatch import stale_view
@@ -56,7 +57,7 @@ def keep_identity_in_module_conversions() -> None:
     So tied parameters stay tied, and an optimizer that was made before keeps its parameters. To the lazy
     device torch swaps parameters in place if it takes them for wrapper subclasses; nothing else in
     `torch.nn.modules.module` asks that question. On the way back, and between data types, torch must be told
-    to swap.
+    to swap. It can't swap a parameter that a graph holds, as that of the old `nn.utils.weight_norm` does.
     """
     module: Any = torch.nn.modules.module
     is_wrapper = module.is_traceable_wrapper_subclass
@@ -64,6 +65,10 @@ def keep_identity_in_module_conversions() -> None:
 
     @wrapping(torch.nn.Module, "_apply")
     def _apply(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm) and isinstance(getattr(module, hook.name, None), torch.Tensor):
+                # A result that the next forward computes again: its graph holds the parameters.
+                setattr(module, hook.name, getattr(module, hook.name).detach())
         has_lazy = any(is_lazy(p) for p in module._parameters.values())
         moving = {
             name: parameter

@@ -36,11 +36,15 @@ _lock = threading.Lock()
 _next_address = _FIRST_ADDRESS
 
 
-def address_of(memory: Memory) -> int:
-    """The address that stands for a memory. No other memory ever gets it."""
+def _tell(asked: str) -> None:
     watching = observer.current()
     if watching is not None:
-        watching.on_address()
+        watching.on_storage(asked)
+
+
+def address_of(memory: Memory) -> int:
+    """The address that stands for a memory. No other memory ever gets it."""
+    _tell("the address of a tensor")
     global _next_address
     with _lock:
         if memory.address == 0:
@@ -83,6 +87,7 @@ class LazyStorage:
 
     def nbytes(self) -> int:
         """The size in bytes."""
+        _tell("the size of a tensor's storage")  # which says more than the tensor's own size
         return self._handle.memory.nbytes
 
     size = __len__ = nbytes

@@ -11,12 +11,25 @@ import lazystep
 from lazystep import config
 
 from ..helpers import count, nightly
+from ..twice import lower_for
 from .training import PRECISIONS, WORKLOADS, Training, train
 
 pytestmark = pytest.mark.timeout(900)
+# Not here: a model in float16 alone with AdamW. Its squared gradients are a few of the smallest steps of the
+# type, so that no library agrees with the reference, which goes on.
 NUM_STEPS = 16
 # The largest difference of the losses, relative to the largest loss, in a few steps.
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 2e-2}
+
+
+def test_batch_norm_of_a_lower_input_keeps_float32_statistics() -> None:
+    norm = torch.nn.BatchNorm2d(3).to("lazy")
+    x = torch.randn(2, 3, 4, 4).to("lazy", torch.bfloat16).requires_grad_()
+    norm(x).float().square().sum().backward()
+    lazystep.mark_step()
+    program = lazystep.debug.last_program()
+    # Lowering compares the type of each result with the recorded one, here float32.
+    lower_for(program, [kind(1) for kind in program.scalars])
 
 
 @pytest.mark.parametrize(
@@ -25,7 +38,7 @@ TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 2e-2}
         ("mlp", "autocast to bfloat16"),
         *nightly((name, "autocast to bfloat16") for name in WORKLOADS if name != "mlp"),
         *nightly((name, "autocast to float16") for name in ("mlp", "lstm", "transformer")),
-        *nightly(("transformer", precision) for precision in PRECISIONS if "autocast" not in precision),
+        *nightly(("transformer", precision) for precision in ("bfloat16", "bfloat16 with float32 masters")),
     ],
     ids=", ".join,
 )
