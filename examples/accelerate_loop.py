@@ -77,10 +77,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="12 epochs instead of 30")
+    parser.add_argument("--quick", action="store_true", help="12 epochs instead of 16")
     parser.add_argument("--directory", type=Path, default=Path("runs/accelerate"))
     arguments = parser.parse_args()
-    num_epochs = 12 if arguments.quick else 30
+    num_epochs = 12 if arguments.quick else 16
     state = arguments.directory / "state"
 
     first = Training(arguments.directory, num_epochs)

@@ -64,11 +64,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="80 steps instead of 400")
+    parser.add_argument("--quick", action="store_true", help="80 steps instead of 200")
     parser.add_argument("--directory", type=Path, default=Path("runs/hf_trainer"))
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    num_steps = 80 if arguments.quick else 400
+    num_steps = 80 if arguments.quick else 200
 
     with JsonlLog(arguments.directory / "log.jsonl") as log:  # the loss of each step, without a wait
         first = make(arguments.directory, num_steps, log)

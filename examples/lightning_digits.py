@@ -72,10 +72,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="5 epochs instead of 20")
+    parser.add_argument("--quick", action="store_true", help="5 epochs instead of 10")
     parser.add_argument("--directory", type=Path, default=Path("runs/lightning"))
     arguments = parser.parse_args()
-    num_epochs = 5 if arguments.quick else 20
+    num_epochs = 5 if arguments.quick else 10
     warnings.filterwarnings("ignore", ".*does not have many workers")  # the data is in memory
     warnings.filterwarnings("ignore", ".*smaller than the logging interval")
 

@@ -51,17 +51,26 @@ class Accelerator(accelerate.Accelerator):
             raise ValueError(
                 "Accelerator(cpu=True) on the lazy device: leave `cpu` out, or use accelerate.Accelerator"
             )
-        if str(kwargs.get("mixed_precision")) == "fp16":
-            raise UnsupportedError(
-                "mixed_precision='fp16': Accelerate has no scaler for the lazy device. Use 'bf16', or "
-                "torch.autocast and torch.amp.GradScaler in the loop (docs/precision.md)."
-            )
         use_lazy_device()
+        self._is_made = False
         super().__init__(*args, **kwargs)
+        self._is_made = True
+        if self.state.mixed_precision == "fp16":
+            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self.scaler = torch.amp.GradScaler(DEVICE.type, **options)
+            self.native_amp = True
         if self.distributed_type != DistributedType.NO:
             raise UnsupportedError(
                 f"Accelerate's {self.distributed_type.value} on the lazy device: {_ONE_PROCESS}"
             )
+
+    @property
+    def device(self) -> Any:
+        """The lazy device."""
+        # Accelerate's constructor refuses float16 on devices that it has no scaler for. On the CPU it makes
+        # none, and refuses nothing.
+        is_asked_for_a_scaler = not self._is_made and self.state.mixed_precision == "fp16"
+        return torch.device("cpu") if is_asked_for_a_scaler else super().device
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's loader, with a barrier after each batch."""

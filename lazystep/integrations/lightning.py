@@ -12,18 +12,17 @@ import sys
 from typing import Any
 
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from ..barrier import mark_step
 from ..capture.step import Step
-from ..errors import UnsupportedError
 from ..record.tensor import DEVICE
 from ..step_closures import flush_step_closures
 from .lightning_capture import CapturedOptimization, capture_optimization
-from .lightning_logging import log_by_closures
+from .lightning_logging import log_by_closures, log_directly
 
 
 class LazyAccelerator(Accelerator):
@@ -41,8 +40,9 @@ class LazyAccelerator(Accelerator):
         """There is nothing to tear down."""
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """No statistics: `lazystep.metrics` has them."""
-        return {}
+        """The statistics of the CPU, which runs the steps. `lazystep.metrics` has those of the steps."""
+        stats: dict[str, Any] = CPUAccelerator().get_device_stats(device)
+        return stats
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
@@ -99,11 +99,10 @@ class LazyStrategy(SingleDeviceStrategy):
         """Lightning's. Then the trainer's metrics go through closures, and steps are captured if wanted."""
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision):
-            if plugin.scaler is not None:
-                raise UnsupportedError(
-                    "precision='16-mixed': Lightning has no scaler for the lazy device. Use 'bf16-mixed'."
-                )
             plugin.device = DEVICE.type  # Lightning takes any device but a few that it knows for CUDA
+            if plugin.scaler is not None and not plugin.scaler.is_enabled():
+                # Made for CUDA, which this machine has not, it would scale nothing.
+                plugin.scaler = torch.amp.GradScaler(DEVICE.type)
         super().setup(trainer)
         log_by_closures(trainer)
         if self._is_capturing and trainer.state.fn == "fit":
@@ -126,6 +125,16 @@ class LazyStrategy(SingleDeviceStrategy):
         """Lightning's, then a barrier."""
         return _then_barrier(super().predict_step(*args, **kwargs))
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Wait until everything before the failure is logged: Lightning closes the loggers after this."""
+        try:
+            mark_step()
+            flush_step_closures()
+        except Exception as error:
+            exception.add_note(f"lazystep: then the end of the step failed, too: {error}")
+        if self.lightning_module is not None:
+            log_directly(self.lightning_module.trainer)
+
     def teardown(self) -> None:
         """End the step and wait until everything is logged; then Lightning's, which moves the module away.
 
@@ -133,12 +142,14 @@ class LazyStrategy(SingleDeviceStrategy):
         be moved while the traceback holds the graph.
         """
         failure = sys.exc_info()[1]
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
         try:
             mark_step()
             flush_step_closures()
+            if trainer is not None:
+                log_directly(trainer)
             super().teardown()
         except Exception as error:
-            trainer = None if self.lightning_module is None else self.lightning_module.trainer
             if failure is None or trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
             failure.add_note(f"lazystep: then the end of the training failed, too: {error}")

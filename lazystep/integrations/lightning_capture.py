@@ -73,7 +73,7 @@ class CapturedOptimization(_AutomaticOptimization):
                 "capture=True out."
             )
         is_update = not self.trainer.fit_loop._should_accumulate()
-        is_first = batch_idx % self.trainer.accumulate_grad_batches == 0
+        is_first = batch_idx % self.trainer.accumulate_grad_batches == 0 and not self._skip_backward
         progress = self.optim_progress.optimizer
         if is_update:
             progress.step.increment_ready()
@@ -113,10 +113,14 @@ class CapturedOptimization(_AutomaticOptimization):
         optimizer = self.trainer.optimizers[0]
         results: list[ClosureResult] = []
 
+        scaler = getattr(self.trainer.strategy.precision_plugin, "scaler", None)
+
         def closure() -> Any:
             with torch.enable_grad():
-                results.append(self._forward_backward(batch, optimizer, is_first, takes_index))
+                results.append(self._forward_backward(batch, optimizer, is_first, takes_index, scaler))
             if is_update:
+                if scaler is not None and results[-1].closure_loss is not None and not _is_fused(optimizer):
+                    scaler.unscale_(optimizer)
                 self._call_hooks("on_before_optimizer_step", optimizer)
                 self.module.configure_gradient_clipping(
                     optimizer,
@@ -125,16 +129,21 @@ class CapturedOptimization(_AutomaticOptimization):
                 )
             return results[-1].loss
 
-        if is_update:
-            optimizer.step(closure=closure)
-        else:
+        if not is_update:
             closure()
+        elif scaler is None:
+            optimizer.step(closure=closure)
+        else:  # in the order of Lightning's `MixedPrecision.optimizer_step`
+            closure()
+            if results[-1].closure_loss is not None:
+                scaler.step(optimizer)
+                scaler.update()
         logged, self._logged = self._logged, None
         result = results[-1]
         return {} if result.loss is None else {"loss": result.loss, **result.extra}, logged
 
     def _forward_backward(
-        self, batch: Any, optimizer: torch.optim.Optimizer, is_first: bool, takes_index: bool
+        self, batch: Any, optimizer: torch.optim.Optimizer, is_first: bool, takes_index: bool, scaler: Any
     ) -> ClosureResult:
         arguments = (batch, self.batch_idx) if takes_index else (batch,)
         output = self.trainer.strategy.training_step(*arguments)
@@ -144,15 +153,22 @@ class CapturedOptimization(_AutomaticOptimization):
         if is_first:
             self._call_hooks("on_before_zero_grad", optimizer)
             self.module.optimizer_zero_grad(self.trainer.current_epoch, self.batch_idx, optimizer)
-        if result.closure_loss is not None:
-            self._call_hooks("on_before_backward", result.closure_loss)
-            self.module.backward(result.closure_loss)
+        # Averaging of weights has an epoch of forward passes alone, for the statistics of batch norm.
+        if result.closure_loss is not None and not self._skip_backward:
+            loss = result.closure_loss if scaler is None else scaler.scale(result.closure_loss)
+            self._call_hooks("on_before_backward", loss)
+            self.module.backward(loss)
             self._call_hooks("on_after_backward")
         return result
 
     def _call_hooks(self, name: str, *args: Any) -> None:
         for hook in self._hooks[name]:
             hook(*args)
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer unscales the gradients by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _of_callback(hook: Callable[..., Any], trainer: Any, module: LightningModule) -> Callable[..., Any]:

@@ -5,18 +5,24 @@ every `log_every_n_steps`. Here both go through async closures. A progress bar s
 have arrived, which are those of an earlier step, and loggers get each value with its own step. At the end of
 an epoch metrics are read, so that callbacks decide on true values.
 
+A callback may call a logger itself, as `LearningRateMonitor` does. While training runs, these calls become
+closures, too: so a logger gets everything in the order of the CPU, and on one thread.
+
 `_LoggerConnector` is private to Lightning. The trainer's keeps its state and gets another class.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
-from ..record.tensor import DEVICE
+from ..record.tensor import is_lazy
 from ..step_closures import add_step_closure
 
 
@@ -27,6 +33,47 @@ def log_by_closures(trainer: Any) -> None:
         connector.__class__ = _ClosureConnector
         connector._newest = {}
         connector._is_at_batch_end = False
+    for logger in trainer.loggers:
+        for name in _QUEUED:
+            vars(logger).setdefault(name, _Queued(getattr(logger, name)))
+
+
+def log_directly(trainer: Any) -> None:
+    """Calls of the loggers are plain calls again: those of closures have all been made."""
+    for logger in trainer.loggers:
+        for name in _QUEUED:
+            if isinstance(vars(logger).get(name), _Queued):
+                del vars(logger)[name]
+
+
+_QUEUED = ("log_metrics", "save")
+_calling = threading.local()  # `is_direct`: this thread is inside a queued call
+
+
+class _Queued:
+    """A method of a logger as an async closure. Inside another one it is called at once."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if getattr(_calling, "is_direct", False):
+            self._method(*args, **kwargs)
+        else:
+            add_step_closure(self._call, (args, kwargs), run_async=True)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with _direct_calls():
+            self._method(*args, **kwargs)
+
+
+@contextmanager
+def _direct_calls() -> Iterator[None]:
+    _calling.is_direct = True
+    try:
+        yield
+    finally:
+        _calling.is_direct = False
 
 
 class _ClosureConnector(_LoggerConnector):
@@ -69,7 +116,7 @@ class _ClosureConnector(_LoggerConnector):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Give the metrics to the loggers, by a closure. Only a metric called `step` synchronizes."""
-        if not any(_is_lazy(value) for value in metrics.values()) or "step" in metrics:
+        if not any(is_lazy(value) for value in metrics.values()) or "step" in metrics:
             super().log_metrics(metrics, step)
             return
         if not self.trainer.loggers:
@@ -82,10 +129,7 @@ class _ClosureConnector(_LoggerConnector):
 
     def _log(self, metrics: dict[str, Any], step: int) -> None:
         numbers = convert_tensors_to_scalars(metrics)
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics=numbers, step=step)
-            logger.save()
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == DEVICE.type
+        with _direct_calls():
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics=numbers, step=step)
+                logger.save()

@@ -25,7 +25,7 @@ from transformers import masking_utils
 
 from ..errors import UnsupportedError
 from ..record import observer
-from ..record.tensor import DEVICE, find_handle
+from ..record.tensor import find_handle, is_lazy
 from ..step_closures import add_step_closure
 
 _ANSWER = "_lazystep_is_full"  # an attribute of a mask
@@ -69,7 +69,7 @@ def _preprocess(
 ) -> Any:
     packed = None
     if (
-        _is_lazy(inputs_embeds)
+        is_lazy(inputs_embeds)
         and position_ids is not None
         and attention_mask is None
         and past_key_values is None
@@ -81,7 +81,7 @@ def _preprocess(
     )
     if packed is not None:
         result[2] = packed.to(inputs_embeds.device)
-    if _is_lazy(attention_mask) and result[1] is not None and attention_mask.dim() == 2:
+    if is_lazy(attention_mask) and result[1] is not None and attention_mask.dim() == 2:
         mask = _whole(attention_mask)  # some models reshape it
         answer = getattr(mask, _ANSWER, None)
         tell(result[1], is_full(mask) if answer is None else answer)
@@ -134,7 +134,3 @@ def _host_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     handle = find_handle(tensor)
     return None if handle is None or observer.current() is not None else handle.tensor
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == DEVICE.type

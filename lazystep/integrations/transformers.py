@@ -48,7 +48,8 @@ class LazyTrainingArguments(TrainingArguments):
             raise ValueError("use_cpu=True on the lazy device: leave it out, or use TrainingArguments")
         if self.fp16 or self.fp16_full_eval:
             raise UnsupportedError(
-                "fp16=True: Accelerate has no scaler for the lazy device. Use bf16=True (docs/precision.md)."
+                "fp16=True: there is no scaler of Transformers' for the lazy device. Use bf16=True "
+                "(docs/precision.md)."
             )
         if self.torch_compile:
             raise UnsupportedError("torch_compile=True: leave it out, lazystep compiles the whole step")
@@ -190,7 +191,9 @@ class LazyTrainer(Trainer):
         return super()._clip_grad_norm(model) if self.captured_step is None else self._norm
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        if self.captured_step is None:
+        if self.captured_step is not None:
+            grad_norm = self._norm
+        else:
             grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.report is not None:
             self.report(self.state.global_step, loss=self._loss, grad_norm=grad_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from typing import Any
@@ -20,3 +21,10 @@ def run_example(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> 
     except SystemExit as end:
         return end.code
     return None
+
+
+def counts_in(printed: str) -> tuple[int, int, int]:
+    """How often the example has recorded and replayed its step, and its number of captures, as printed."""
+    found = re.search(r"recorded (\d+) times, replayed (\d+) times, (\d+) capture", printed)
+    assert found is not None, printed
+    return int(found[1]), int(found[2]), int(found[3])

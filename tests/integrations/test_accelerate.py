@@ -19,6 +19,7 @@ from lazystep.integrations.accelerate import Accelerator
 from lazystep.report import JsonlLog
 from tests.helpers import count
 from tests.integrations.examples import run_example
+from tests.integrations.reports import Reports
 
 
 def forget_state() -> None:
@@ -83,6 +84,38 @@ def train_on_cpu(**options: Any) -> list[torch.Tensor]:
     for _ in range(3):
         training.epoch()
     return training.numbers()
+
+
+class ScalingOnCpu(accelerate.Accelerator):
+    """Accelerate itself makes no scaler for the CPU, and does not cast there."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cpu=True, **options)
+        self.scaler = torch.amp.GradScaler("cpu", **self.scaler_handler.to_kwargs())
+        self.native_amp = True
+
+
+def test_float16_with_overflows_equals_the_cpu() -> None:
+    handler = accelerate.GradScalerKwargs(init_scale=2.0**24, growth_interval=4)
+    found = []
+    for kind in (ScalingOnCpu, Accelerator):
+        training = Training(kind, mixed_precision="fp16", kwargs_handlers=[handler])
+        lazystep.metrics.reset()
+        skipped = []
+        for _ in range(2):
+            training.epoch()
+            skipped.append(training.opt.step_was_skipped)
+        # Accelerate asks after each update whether it was skipped: a schedule does not count such a step.
+        waits = count("synchronizations")
+        found.append((skipped, training.schedule.state_dict(), training.accelerator.scaler.state_dict()))
+        found[-1] += (training.numbers(),)
+    assert training.accelerator.device.type == "lazy"
+    assert waits == 20
+    *want, numbers = found[0]
+    *got, lazy_numbers = found[1]
+    assert got == want
+    assert want[2]["scale"] < 2.0**24, "no step has overflowed"
+    assert all(map(torch.equal, lazy_numbers, numbers))
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["float32", "bf16"])
@@ -174,6 +207,19 @@ def test_trackers_and_reports_get_the_values_of_each_step_without_a_wait(tmp_pat
     assert [event.step for event in board.Scalars("rate")] == list(range(20))
 
 
+@pytest.mark.parametrize("is_captured", [False, True], ids=["recorded", "captured"])
+def test_all_reports_at_once_cost_no_wait(
+    is_captured: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(Accelerator, is_captured)
+    reports = Reports(tmp_path, 20)
+    lazystep.metrics.reset()
+    training.epoch(after=lambda number, loss: reports(number, loss=loss))
+    assert count("synchronizations") == 0, lazystep.metrics.report()
+    lazystep.flush_step_closures()
+    reports.check(list(range(20)), [loss.item() for loss in training.losses], printed=capsys.readouterr().out)
+
+
 def test_a_tracker_that_fails_is_an_error_at_the_end_of_the_training(tmp_path: Path) -> None:
     class Broken(accelerate.tracking.GeneralTracker):
         name, requires_logging_directory, tracker = "broken", False, None
@@ -197,8 +243,6 @@ def test_state_that_only_has_a_device_is_moved() -> None:
 def test_wrong_use_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"cpu=True.*leave `cpu` out"):
         Accelerator(cpu=True)
-    with pytest.raises(lazystep.UnsupportedError, match=r"fp16.*Use 'bf16'"):
-        Accelerator(mixed_precision="fp16")
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         with pytest.raises(lazystep.UnsupportedError, match=r"2 processes.*Use one process"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +27,9 @@ from transformers.masking_utils import create_causal_mask
 
 import lazystep
 from lazystep.integrations.transformers import LazyCallback, LazyTrainer, LazyTrainingArguments
-from lazystep.report import JsonlLog
 from tests.helpers import count
-from tests.integrations.examples import run_example
+from tests.integrations.examples import counts_in, run_example
+from tests.integrations.reports import Reports
 
 # Transformers 5.23 has another name for it, which 5.22 does not know.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*is deprecated:FutureWarning")
@@ -206,15 +204,25 @@ def test_best_checkpoint_is_kept_and_metrics_are_those_of_the_cpu(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [{}, {"capture": True}], ids=["recorded", "captured"])
-def test_reports_get_the_loss_of_each_update_without_a_wait(options: dict[str, Any], tmp_path: Path) -> None:
-    with JsonlLog(tmp_path / "log.jsonl") as log:
-        trainer = make(tmp_path, "lazy", report=log, max_steps=12, logging_steps=4, **options)
-        lazystep.metrics.reset()
-        trainer.train()
-        assert count("synchronizations") <= 7, lazystep.metrics.report()
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(12))
-    means = [np.mean([row["loss"] for row in rows[i : i + 4]]) for i in (0, 4, 8)]
+def test_all_reports_at_once_get_the_loss_of_each_update_without_a_wait(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = Reports(tmp_path / "reports", 12)
+    seen: list[Any] = []
+
+    def report(step: int, **values: Any) -> None:
+        seen.append(values["loss"])
+        reports(step, **values)
+
+    trainer = make(tmp_path, "lazy", report=report, max_steps=12, logging_steps=4, **options)
+    lazystep.metrics.reset()
+    trainer.train()
+    assert count("synchronizations") <= 7, lazystep.metrics.report()
+    lazystep.flush_step_closures()
+    printed = capsys.readouterr().out
+    per_step = [loss.item() for loss in seen]
+    reports.check(list(range(12)), per_step, printed)
+    means = [np.mean(per_step[i : i + 4]) for i in (0, 4, 8)]
     assert means == pytest.approx(losses(trainer), rel=1e-5)
 
 
@@ -305,9 +313,9 @@ def test_example_learns_and_resumes_to_the_bit(
 ) -> None:
     assert run_example("hf_trainer", monkeypatch, "--directory", tmp_path) == 0
     printed = capsys.readouterr().out
-    found = re.search(r"recorded (\d+) times, replayed (\d+) times, 1 capture\n", printed)
-    assert found is not None, printed
-    assert int(found[1]) + int(found[2]) == 80
-    assert int(found[1]) <= 12
+    num_recorded, num_replayed, num_captures = counts_in(printed)
+    assert num_captures == 1
+    assert num_recorded + num_replayed == 80
+    assert num_recorded <= 12
     assert "largest difference after resuming 0\n" in printed
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 80
