@@ -10,9 +10,9 @@ with `OptimizerHookState` and `as_functional`, and `apply_optim_in_backward_hook
 Reading order: `backward_callbacks` (the points in backward where code can run), `bucket` and `average` (the
 tensors that DDP reduces, and the arithmetic), `bucket_queue` (wait for and update buckets in order),
 `partial_step` and `early_steps` (step some parameters of an ordinary optimizer early), `side_stream`,
-`event_log`, `health` and `peers` (what a bucket's update needs around it), `engine` (ties these together for
-one DDP model), `refusals`, `overlap_optimizer`, `in_backward`, `building_blocks`, `compress`. Torch's private
-parts are used in `ddp_internals` and `optimizer_internals`.
+`event_log`, `health` and `peers` (what a bucket's update needs around it), `choice` (whether it pays),
+`engine` (ties these together for one DDP model), `refusals`, `overlap_optimizer`, `in_backward`,
+`building_blocks`, `compress`. Torch's private parts are used in `ddp_internals` and `optimizer_internals`.
 """
 
 from .building_blocks import (
@@ -22,6 +22,7 @@ from .building_blocks import (
     as_functional,
     hook_then_optimizer,
 )
+from .choice import Decision
 from .compress import bf16_hook
 from .engine import Statistics
 from .event_log import BucketEvents
@@ -30,6 +31,7 @@ from .overlap_optimizer import OverlapHandle, overlap_optimizer
 
 __all__ = [
     "BucketEvents",
+    "Decision",
     "InBackwardHandle",
     "OptimInBackwardHookState",
     "OptimizerHookState",

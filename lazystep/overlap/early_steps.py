@@ -53,7 +53,8 @@ class EarlySteps:
     """Steps parameters of `optimizer` early, and makes `optimizer.step()` update only the rest.
 
     `check` runs first in every `step()` and raises an error if training must not go on. `reloaded` runs after
-    the optimizer has loaded a state. `names` are the names of the model's parameters.
+    the optimizer has loaded a state, `stepped` after each `step()`. `names` are the names of the model's
+    parameters.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class EarlySteps:
         check: Callable[[], None],
         reloaded: Callable[[Optimizer], None],
         names: Mapping[Tensor, str],
+        stepped: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer = optimizer
+        self._on_step = stepped
         self.num_left_to_step = 0
         self._check = check
         self._names = names
@@ -140,6 +143,7 @@ class EarlySteps:
         self._depth -= 1
         if self._depth == 0:
             self.forget()
+            self._on_step()
 
     def _check_and_hide(self) -> None:
         try:

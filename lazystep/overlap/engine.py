@@ -8,7 +8,8 @@ all other parameters, from gradients exactly as plain DDP leaves them:
 - parameters that this rank did not use in this backward (only DDP's finalizer knows whether another rank
   used them);
 - all parameters in the first iteration of a static graph;
-- all parameters if clipping by norm or a GradScaler needs every gradient first.
+- all parameters if clipping by norm or a GradScaler needs every gradient first;
+- all parameters if overlap does not pay: see `choice`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .average import scale, sum_over_ranks
 from .backward_callbacks import in_backward
 from .bucket import Bucket, Future, GradBucket, Hook, comm_hook
 from .bucket_queue import BucketQueue
+from .choice import Choice
 from .ddp_internals import divides_by_active_ranks, registered_hook
 from .early_steps import EarlySteps
 from .event_log import BucketEvents, EventLog
@@ -111,11 +113,13 @@ class Engine:
         hook: Hook | None,
         hook_state: Any,
         clipping: Clipping,
+        choice: Choice,
     ) -> None:
         self.ddp = ddp
         self.hook = hook
         self.hook_state = hook_state
         self.clipping = clipping
+        self.choice = choice
         self.peers = peers
         self.log = EventLog()
         self.statistics = Statistics()
@@ -163,7 +167,8 @@ class Engine:
     def attach(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> Attached:
         """From now on, update this optimizer's parameters in backward."""
         self._health.add(optimizer)
-        early = EarlySteps(optimizer, self.check, self._health.reloaded, self._names)
+        stepped = self.choice.stepped
+        early = EarlySteps(optimizer, self.check, self._health.reloaded, self._names, stepped)
         attached = Attached(early, None if parameters is None else set(parameters))
         self._attached.append(attached)
         return attached
@@ -204,6 +209,9 @@ class Engine:
         except Exception as error:
             self._health.poison(error)
             raise
+        heard, self.peers.heard = self.peers.heard, (0.0, 0.0)
+        if self.choice.hear(*heard):
+            metrics.count("overlap_decisions")
 
     def _forget(self) -> None:
         for attached in self._attached:
@@ -239,6 +247,8 @@ class Engine:
         self._pass.divisor = self.peers.count(updates) if shrinks else self.ddp.process_group.size()
         self._pass.refusal = None
         self._pass.owners = {}
+        if not self.clipping.needs_all_gradients:
+            self.choice.begin()
         if any(attached.early.is_open for attached in self._attached):
             self._pass.refusal = OverlapError(
                 "a second synchronized backward() before optimizer.step(): the first one has updated the "
@@ -294,7 +304,8 @@ class Engine:
         if bucket.index == 0:
             self._pass.owners = self._find_owners()
             self._health.updating()
-        gradients = None if self.clipping.needs_all_gradients else bucket.gradients(reduced)
+        waits = self.clipping.needs_all_gradients or not self.choice.overlaps
+        gradients = None if waits else bucket.gradients(reduced)
         if gradients is None:
             return 0
         by_optimizer: dict[int, tuple[EarlySteps, list[Item]]] = {}
@@ -335,7 +346,7 @@ class Engine:
         if error is not None:
             self._health.poison(error)
         try:
-            self.peers.announce(failed=error is not None)
+            self.peers.announce(error is not None, self.choice.report())
         except Exception as cause:  # a broken connection: the reduction's own error matters more
             self._health.poison(error or cause)
 

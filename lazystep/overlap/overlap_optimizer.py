@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..errors import OverlapError, UnsupportedError
 from . import refusals
 from .bucket import Hook
+from .choice import Choice, Decision
 from .engine import Attached, Clipping, Engine, Statistics
 from .event_log import BucketEvents
 from .partial_step import check_steppable
@@ -61,6 +62,11 @@ class OverlapHandle:
         left = self._engine.num_left_to_step()
         return replace(self._engine.statistics, parameters_left=left)
 
+    @property
+    def decision(self) -> Decision | None:
+        """Whether overlap pays, as measured; None before the measurement, and if `overlap=` was given."""
+        return self._engine.choice.decision
+
     def events(self) -> list[BucketEvents]:
         """The times of each bucket in the last 64 backward passes."""
         return self._engine.log.list()
@@ -82,6 +88,7 @@ def overlap_optimizer(
     clip_value: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     per_parameter: bool = False,
+    overlap: bool | None = None,
 ) -> OverlapHandle:
     """Update parameters inside `backward()`, each bucket as soon as it is reduced, equal to plain DDP.
 
@@ -104,6 +111,8 @@ def overlap_optimizer(
       `clip_grad_norm_` over `ddp_model.parameters()` do. A norm needs every gradient first, so with
       `max_norm` or `grad_scaler` all updates happen in `step()` and nothing overlaps.
     - `per_parameter`: set it to True for a third-party optimizer that updates each parameter independently.
+    - `overlap`: True always updates in backward, False leaves all updates to `step()`. By default it is
+      measured in the first 22 backward passes, and all ranks decide alike. The bits are the same.
 
     Several optimizers with disjoint parameters can share a model: call this once for each, with the same
     hook and clipping. This is a collective call, and it blocks: the ranks compare their settings, and if one
@@ -119,17 +128,19 @@ def overlap_optimizer(
     peers = Peers(ddp_model)
     refusal, settings = None, {}
     try:
-        _check(ddp_model, optimizer, hook, hook_state, chosen, clipping, per_parameter)
-        settings = _describe(ddp_model, optimizer, hook, chosen, clipping)
+        _check(ddp_model, optimizer, hook, hook_state, chosen, clipping, per_parameter, overlap)
+        settings = _describe(ddp_model, optimizer, hook, chosen, clipping) | {"overlap": str(overlap)}
     except (UnsupportedError, OverlapError, TypeError, ValueError) as error:
         refusal = error
     peers.agree(settings, refusal)
     engine = Engine.of(ddp_model)
     if engine is None:
-        engine = Engine(ddp_model, peers, hook, hook_state, clipping)
+        engine = Engine(ddp_model, peers, hook, hook_state, clipping, Choice(overlap))
         engine.register()
     else:
         engine.clipping = clipping
+        if engine.choice.forced != overlap:
+            engine.choice = Choice(overlap)
     return OverlapHandle(engine, engine.attach(optimizer, chosen))
 
 
@@ -141,6 +152,7 @@ def _check(
     chosen: list[Tensor] | None,
     clipping: Clipping,
     per_parameter: bool,
+    overlap: bool | None,
 ) -> None:
     refusals.check_model(ddp)
     check_steppable(optimizer, per_parameter)
@@ -161,6 +173,8 @@ def _check(
         raise UnsupportedError("the model has another hook: DDP takes only one, and it stays after remove()")
     if not engine.is_idle and engine.clipping != clipping:
         raise ValueError(f"all optimizers of a model share its clipping, which is {engine.clipping}")
+    if not engine.is_idle and engine.choice.forced != overlap:
+        raise ValueError(f"all optimizers of a model share overlap=, which is {engine.choice.forced}")
 
 
 def _describe(

@@ -30,6 +30,7 @@ class Peers:
         self.rank = group.rank()
         self.size = group.size()
         self._announced: list[tuple[Tensor, dist.Work]] = []
+        self.heard = 0.0, 0.0  # the numbers of the last announcement that had some, summed over all ranks
 
     def agree(self, settings: dict[str, str], refusal: Exception | None) -> None:
         """Raise on every rank if one rank refuses, or if settings differ. Collective, blocks."""
@@ -69,10 +70,14 @@ class Peers:
         self._sum(total).wait()
         return int(total.item())
 
-    def announce(self, failed: bool) -> None:
-        """Begin to tell the other ranks whether this rank's updates failed. Collective, does not block."""
-        flags = torch.zeros(self.size)
+    def announce(self, failed: bool, numbers: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Begin to tell the other ranks whether this rank's updates failed, and two numbers that are summed.
+
+        Collective, does not block.
+        """
+        flags = torch.zeros(self.size + 2)
         flags[self.rank] = float(failed)
+        flags[-2], flags[-1] = numbers
         self._announced.append((flags, self._sum(flags)))
 
     def check(self, wait: bool) -> None:
@@ -81,7 +86,10 @@ class Peers:
         while self._announced and (wait or self._announced[0][1].is_completed()):
             flags, work = self._announced.pop(0)
             work.wait()
-            failed |= {str(rank) for rank in flags.nonzero().flatten().tolist() if rank != self.rank}
+            in_backward, in_step = flags[-2:].tolist()
+            self.heard = (in_backward, in_step) if in_backward else self.heard
+            others = flags[:-2].nonzero().flatten().tolist()
+            failed |= {str(rank) for rank in others if rank != self.rank}
         if failed:
             raise OverlapError(
                 f"an update failed on rank {', '.join(sorted(failed))}: its parameters are no longer those "

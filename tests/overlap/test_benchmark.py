@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from benchmarks import link
-from benchmarks.overlap import VARIANTS, interval, link_table, peak_of_a_step
+from benchmarks.links import (
+    CAPTURED,
+    COMMUNICATING,
+    COMPILED,
+    COMPUTING,
+    GOALS,
+    VARIANTS,
+    interval,
+    link_table,
+)
+from benchmarks.overlap import peak_of_a_step
 from benchmarks.timing import Measurements
 
 
@@ -37,12 +47,25 @@ def test_refused_command_is_the_reason_and_leaves_nothing_behind(monkeypatch: py
 
 
 def test_table_has_a_row_per_variant_and_per_skipped_link() -> None:
-    measured = Measurements({name: [0.2, 0.1, 0.3] for name in VARIANTS})
-    measured.samples["lazystep: waiting"] = measured.samples["lazystep: updating"] = [0.01]
+    measured = Measurements({name: [0.2, 0.1, 0.3] for name in VARIANTS if name != COMPILED})
+    measured.samples["overlap: waiting"] = [0.01]
+    measured.failures[COMPILED] = "its process ended with status 1"
     table = link_table({"loopback": measured}, {"1 Gbit/s": "no `tc` on this machine"})
     assert [row[1] for row in table.rows] == [*VARIANTS, "skipped: no `tc` on this machine"]
     assert all(len(row) == len(table.columns) for row in table.rows)
-    assert table.rows[3][3] == "1.000 [1.000, 1.000] of plain"
+    by_variant = {row[1]: row for row in table.rows}
+    assert by_variant["overlap"][3] == "1.00 [1.00, 1.00] of DDP"
+    assert by_variant[COMPILED][2] == "its process ended with status 1"
+
+
+def test_goals_compare_with_the_best_other_and_with_the_longer_bound() -> None:
+    measured = Measurements({name: [0.2, 0.2] for name in VARIANTS})
+    measured.samples |= {CAPTURED: [0.12, 0.12], COMPUTING: [0.1, 0.1], COMMUNICATING: [0.05, 0.05]}
+    ahead, bounded, *_ = [goal.judge({"loopback": measured}) for goal in GOALS]
+    assert ahead == ("met", "loopback (DDP) 1.67")
+    assert bounded == ("missed", "loopback 1.2")
+    measured.failures[CAPTURED] = "a step did not run natively"
+    assert GOALS[0].judge({"loopback": measured})[0] == "not measured"
 
 
 def test_interval_holds_the_median() -> None:
