@@ -28,6 +28,8 @@ BENCHMARKS = (
     "shapes",
     "precision",
     "overlap",
+    "links",
+    "scaling",
 )
 
 

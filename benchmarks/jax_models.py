@@ -79,6 +79,15 @@ def _attention(block: Arrays, x: Any, num_heads: int) -> Any:
     return _apply(block["out"], mixed.reshape(x.shape))
 
 
+def gpt_logits(parameters: Arrays, tokens: Any, num_heads: int = 4) -> Any:
+    x = parameters["token"][tokens] + parameters["position"]
+    for b in parameters["blocks"]:
+        x = x + _attention(b, _norm(b["norm1"], x), num_heads)
+        hidden = jax.nn.gelu(_apply(b["up"], _norm(b["norm2"], x)), approximate=False)
+        x = x + _apply(b["down"], hidden)
+    return _norm(parameters["norm"], x) @ parameters["token"].T
+
+
 def gpt(
     num_layers: int = 4, width: int = 128, num_heads: int = 4, batch_size: int = 8, num_tokens: int = 64
 ) -> Workload:
@@ -106,12 +115,7 @@ def gpt(
         return tokens[:, :-1], tokens[:, 1:]
 
     def loss_fn(parameters: Arrays, buffers: Arrays, tokens: Any, target: Any) -> tuple[Any, Arrays]:
-        x = parameters["token"][tokens] + parameters["position"]
-        for b in parameters["blocks"]:
-            x = x + _attention(b, _norm(b["norm1"], x), num_heads)
-            hidden = jax.nn.gelu(_apply(b["up"], _norm(b["norm2"], x)), approximate=False)
-            x = x + _apply(b["down"], hidden)
-        return _cross_entropy(_norm(parameters["norm"], x) @ parameters["token"].T, target), buffers
+        return _cross_entropy(gpt_logits(parameters, tokens, num_heads), target), buffers
 
     parameters = {
         "token": embedding(vocabulary),
@@ -251,9 +255,9 @@ class Worker:
         float(loss)
         return {f"first step, {self.name}": time.perf_counter() - start}
 
-    def ready(self) -> dict[str, float]:
+    def ready(self, num_steps: int) -> dict[str, float]:
         """Run some steps that are not measured."""
-        self.turn(10)
+        self.turn(num_steps)
         return {}
 
     def turn(self, num_steps: int, is_busy: bool = False) -> dict[str, float]:

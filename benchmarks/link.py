@@ -1,4 +1,4 @@
-"""Join two network namespaces by a link of limited rate, so that ranks on one machine communicate slowly.
+"""Join network namespaces by links of limited rate, so that ranks on one machine communicate slowly.
 
 This needs the right to make namespaces (root, or CAP_NET_ADMIN and CAP_SYS_ADMIN) and the tools `ip` and
 `tc`. Otherwise `LinkError` says what is missing. Each end sends through a token bucket filter (`tc tbf`).
@@ -37,21 +37,27 @@ def _run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def limited(gigabits: float) -> Iterator[list[End]]:
-    """The two ends of a link with this rate in each direction. The `with` block's end removes the link."""
+def limited(gigabits: float, num_ends: int = 2) -> Iterator[list[End]]:
+    """Ends that send with this rate each. Two are joined directly, more by a bridge, which limits nothing.
+
+    The `with` block's end removes all of it.
+    """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LinkError(f"no `{tool}` on this machine")
     token = f"lazystep{os.getpid()}"
-    names = [f"{token}-{side}" for side in "ab"]
-    interfaces = [f"lz{os.getpid() % 100000}{side}" for side in "ab"]
+    names = [f"{token}-{number}" for number in range(num_ends)]
+    interfaces = [f"lz{os.getpid() % 100000}e{number}" for number in range(num_ends)]
     made: list[str] = []
     try:
         for name in names:
             _run("ip", "netns", "add", name)
             made.append(name)
-        pair = ["type", "veth", "peer", "name", interfaces[1], "netns", names[1]]
-        _run("ip", "link", "add", interfaces[0], "netns", names[0], *pair)
+        if num_ends == 2:
+            pair = ["type", "veth", "peer", "name", interfaces[1], "netns", names[1]]
+            _run("ip", "link", "add", interfaces[0], "netns", names[0], *pair)
+        else:
+            _join_by_bridge(f"{token}-bridge", names, interfaces, made)
         # 2 ms at full rate. A smaller bucket throttles below the rate, a larger one lets bursts through.
         burst = str(int(gigabits * 1e9 / 8 * 0.002))
         for number, (name, interface) in enumerate(zip(names, interfaces, strict=True)):
@@ -69,3 +75,16 @@ def limited(gigabits: float) -> Iterator[list[End]]:
         for name in made:
             with contextlib.suppress(LinkError):
                 _run("ip", "netns", "del", name)
+
+
+def _join_by_bridge(bridge: str, names: list[str], interfaces: list[str], made: list[str]) -> None:
+    _run("ip", "netns", "add", bridge)
+    made.append(bridge)
+    inside = ["ip", "netns", "exec", bridge]
+    _run(*inside, "ip", "link", "add", "br0", "type", "bridge")
+    _run(*inside, "ip", "link", "set", "br0", "up")
+    for number, (name, interface) in enumerate(zip(names, interfaces, strict=True)):
+        pair = ["type", "veth", "peer", "name", interface, "netns", name]
+        _run("ip", "link", "add", f"port{number}", "netns", bridge, *pair)
+        _run(*inside, "ip", "link", "set", f"port{number}", "master", "br0")
+        _run(*inside, "ip", "link", "set", f"port{number}", "up")

@@ -1,4 +1,4 @@
-"""Draw the results on disk: step time against model size, and the cost of reporting.
+"""Draw the results on disk: step time against model size, the cost of reporting, predictions for N ranks.
 
     python -m benchmarks.plots
 
@@ -63,9 +63,34 @@ def draw_closures() -> None:
     figure.savefig(RESULTS / "closures.svg", facecolor="white")
 
 
+def draw_scaling() -> None:
+    """Predicted step time against the number of ranks, for each link and both ways to reduce."""
+    measured = load("scaling")["measurements"]
+    links = {name: m["samples"] for name, m in measured.items() if not name.endswith(" ranks")}
+    if not links:
+        return  # the link could not be made
+    colors = {"DDP, fused": "#888888", "overlap, fused": "#d08770", "lazy DDP, captured": "#2e6fbb"}
+    figure, all_axes = plt.subplots(1, len(links), figsize=(5 * len(links), 3.4), layout="constrained")
+    for axes, (link, curves) in zip(all_axes, links.items(), strict=True):
+        for name, seconds in curves.items():
+            variant, _, algorithm = name.rpartition(", ")
+            style = "-" if algorithm == "ring" else "--"
+            ranks = [2**exponent for exponent in range(len(seconds))]
+            axes.plot(ranks, [s * 1e3 for s in seconds], style, color=colors[variant], label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"ranks, {link}")
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylabel("predicted ms a step")
+    all_axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(RESULTS / "scaling.svg", facecolor="white")
+
+
 def main() -> None:
     draw_sizes()
     draw_closures()
+    if (RESULTS / "scaling.json").exists():
+        draw_scaling()
 
 
 if __name__ == "__main__":

@@ -94,14 +94,26 @@ class Trainer:
         return loss
 
 
-# By name: whether autograd is on, and the op. Its arguments are the result of the previous call and a
-# constant tensor. Both have 4 x 4 elements, so that running the op costs almost nothing.
-OPS: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
-    "`x + y`": (False, lambda x, y: x + y),
-    "`x + y`, with autograd": (True, lambda x, y: x + y),
-    "`x.add_(y)`": (False, lambda x, y: x.add_(y)),
-    "`x * 1.0`": (False, lambda x, y: x * 1.0),
-    "`y.view(16)`": (False, lambda x, y: y.view(16)),
+class Op(NamedTuple):
+    """A single op. Its arguments are the result of the previous call and a constant tensor.
+
+    Both have 4 x 4 elements, so that running the op costs almost nothing.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    has_grad: bool = False
+    is_cast: bool = False  # under autocast to bfloat16
+
+
+OPS = {
+    "`x + y`": Op(lambda x, y: x + y),
+    "`x + y`, with autograd": Op(lambda x, y: x + y, has_grad=True),
+    "`x + y`, under autocast, which does not cast it": Op(lambda x, y: x + y, is_cast=True),
+    "`x.add_(y)`": Op(lambda x, y: x.add_(y)),
+    "`x * 1.0`": Op(lambda x, y: x * 1.0),
+    "`y.view(16)`": Op(lambda x, y: y.view(16)),
+    "`y @ y`": Op(lambda x, y: y @ y),
+    "`y @ y`, under autocast: three instructions": Op(lambda x, y: y @ y, is_cast=True),
 }
 
 
@@ -120,10 +132,10 @@ class Worker:
 
     def ops(self, op: str) -> dict[str, float]:
         """Seconds that the training thread spends on one op, without the barrier."""
-        watched, function = OPS[op]
+        function, has_grad, is_cast = OPS[op]
         x = torch.ones(4, 4).to(self.system.device)
-        y = torch.ones(4, 4).to(self.system.device).requires_grad_(watched)
-        with torch.set_grad_enabled(watched):
+        y = torch.ones(4, 4).to(self.system.device).requires_grad_(has_grad)
+        with torch.set_grad_enabled(has_grad), torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
             start = time.perf_counter()
             for _ in range(NUM_OPS):
                 x = function(x, y)

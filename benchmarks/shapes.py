@@ -4,7 +4,8 @@
 
 Every variant runs in its own process with empty caches. First it trains from a cold start: the total time and
 the slowest step. Then all variants take turns: the time of a step once they are warm. `reference` is lazystep
-before any library is there.
+before any library is there. JAX pads the lengths to buckets (`jax_shapes`). A variant that takes long does
+not run all steps of the cold start: the table says how many it ran, and the rest is extrapolated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +27,15 @@ from . import goals
 from .goals import Goal
 from .models import gpt, make_optimizer
 from .timing import Measurements, Neighbours, Peer, PeerError, Report, Table, interleave, machine, serve
+from .training_time import TrainingTime
 
 EAGER, AUTOMATIC, DYNAMIC = "eager", "torch.compile", "torch.compile(dynamic=True)"
 REFERENCE, LOOP, STEP = "lazystep, reference", "lazystep loop", "lazystep step"
-VARIANTS = (EAGER, AUTOMATIC, DYNAMIC, REFERENCE, LOOP, STEP)
+JAX = "JAX jit, padded to buckets"
+VARIANTS = (EAGER, AUTOMATIC, DYNAMIC, JAX, REFERENCE, LOOP, STEP)
 LAZY = (REFERENCE, LOOP, STEP)
-TOTAL, SLOWEST, NATIVE, BUILDS = "total", "slowest", "native", "builds"
+TOTAL, SLOWEST, RUN, NATIVE, BUILDS = "total", "slowest", "steps run", "native", "builds"
+JAX_PYTHON = Path(__file__).parent.parent / ".venv-jax" / "bin" / "python"
 PEER_TIMEOUT = 1800.0
 
 
@@ -44,10 +48,11 @@ class Plan(NamedTuple):
     num_repeats: int
     max_seconds: float
     num_layers: int
+    max_cold_seconds: float  # of each variant
 
 
-FULL = Plan(32, 2000, 64, 7, 120.0, 4)
-QUICK = Plan(4, 24, 4, 2, 20.0, 1)
+FULL = Plan(32, 2000, 64, 5, 90.0, 4, 75.0)
+QUICK = Plan(4, 24, 4, 2, 20.0, 1, 20.0)
 
 
 # -- in the peer's process -------------------------------------------------------------------------------
@@ -61,14 +66,14 @@ class Worker:
         if variant in LAZY:
             import lazystep  # noqa: F401 - registers the device
 
-    def work(self, task: str, num_lengths: int, num_layers: int, num_steps: int) -> Mapping[str, float]:
+    def work(
+        self, task: str, num_lengths: int, num_layers: int, num_steps: int, max_seconds: float
+    ) -> Mapping[str, float]:
         """Do the named task: `cold`, once, or `turn`."""
         if task == "turn":
-            seconds, _ = self.train(num_steps)
-            return {self.name: seconds / num_steps}
+            return {self.name: self.train(num_steps, max_seconds).seconds / num_steps}
         self.make(num_lengths, num_layers)
-        seconds, slowest = self.train(num_steps)
-        numbers = {f"{TOTAL}, {self.name}": seconds, f"{SLOWEST}, {self.name}": slowest}
+        numbers = self.train(num_steps, max_seconds).numbers(self.name)
         if self.name in (LOOP, STEP):
             numbers |= self.be_warm(num_lengths)
         return numbers
@@ -99,11 +104,10 @@ class Worker:
 
             self.step = lazystep.step(step)
 
-    def train(self, num_steps: int) -> tuple[float, float]:
-        """Seconds of these steps, and of the slowest as the training thread sees it."""
-        slowest = 0.0
-        start = time.perf_counter()
-        for _ in range(num_steps):
+    def train(self, num_steps: int, max_seconds: float = PEER_TIMEOUT) -> TrainingTime:
+        """Time these steps."""
+        times = TrainingTime(num_steps, max_seconds)
+        while times.goes_on():
             before = time.perf_counter()
             tokens = torch.randint(256, (8, self.lengths.choice(self.choices) + 1))
             loss = self.step(
@@ -113,9 +117,9 @@ class Worker:
                 import lazystep
 
                 lazystep.mark_step()
-            slowest = max(slowest, time.perf_counter() - before)
+            times.add(time.perf_counter() - before)
         loss.item()
-        return time.perf_counter() - start, slowest
+        return times.end()
 
     def be_warm(self, num_lengths: int) -> dict[str, float]:
         """Wait for the builds, meet every length, and count."""
@@ -140,9 +144,17 @@ class Worker:
 @contextlib.contextmanager
 def started(directory: Path) -> Iterator[dict[str, Peer]]:
     """One process per variant, each with empty caches."""
+    threads = str(torch.get_num_threads())
     with contextlib.ExitStack() as stack:
         systems = {}
         for number, name in enumerate(VARIANTS):
+            if name == JAX:
+                if JAX_PYTHON.exists():
+                    environ = {"NPROC": threads, "PJRT_NPROC": threads}
+                    python = str(JAX_PYTHON)
+                    systems[name] = Peer("benchmarks.jax_shapes", name, PEER_TIMEOUT, (), python, environ)
+                    stack.callback(systems[name].close)
+                continue
             own = str(directory / str(number))
             environ = {
                 "TORCHINDUCTOR_CACHE_DIR": own,
@@ -157,9 +169,15 @@ def started(directory: Path) -> Iterator[dict[str, Peer]]:
 def measure(plan: Plan, directory: Path) -> Measurements:
     """Cold starts one after the other, then turns."""
     once = Measurements()
-    sizes = {"num_lengths": plan.num_lengths, "num_layers": plan.num_layers}
+    sizes: dict[str, Any] = {
+        "num_lengths": plan.num_lengths,
+        "num_layers": plan.num_layers,
+        "max_seconds": plan.max_cold_seconds,
+    }
     with started(directory) as systems:
         neighbours = Neighbours(systems.values())
+        if JAX not in systems:
+            once.failures[JAX] = "skipped: no .venv-jax (make bench-peers)"
         for name, peer in systems.items():
             try:
                 numbers = peer.ask(task="cold", num_steps=plan.num_cold_steps, **sizes)
@@ -195,7 +213,7 @@ def ratio(of: str, to: str) -> Callable[[Measurements], goals.Numbers]:
 
 
 def ahead(quantity: str, name: str) -> Callable[[Measurements], goals.Numbers]:
-    """How much less a variant takes than the better torch.compile."""
+    """How much less time a variant takes than the better torch.compile."""
 
     def take(measured: Measurements) -> goals.Numbers:
         own = number(measured, f"{quantity}, {name}")
@@ -230,7 +248,7 @@ def to_table(measured: Measurements, plan: Plan) -> Table:
     rows = []
     for name in VARIANTS:
         if name in measured.failures:
-            rows.append([name, measured.failures[name], "-", "-", "-", "-"])
+            rows.append([name, measured.failures[name], "-", "-", "-", "-", "-"])
             continue
         speed = "1" if name == EAGER else measured.speedup(name, EAGER).format()
         native = number(measured, f"{NATIVE}, {name}")
@@ -241,13 +259,23 @@ def to_table(measured: Measurements, plan: Plan) -> Table:
                 speed,
                 f"{number(measured, f'{TOTAL}, {name}'):.1f}",
                 f"{number(measured, f'{SLOWEST}, {name}'):.2f}",
+                f"{number(measured, f'{RUN}, {name}'):.0f}",
                 "-" if native is None else f"{native:.0%}",
             ]
         )
-    columns = ["variant", "ms a step, warm", "rate, eager = 1", "total, s", "slowest step, s", "native, warm"]
+    columns = [
+        "variant",
+        "ms a step, warm",
+        "rate, eager = 1",
+        "total, s",
+        "slowest step, s",
+        "steps run",
+        "native, warm",
+    ]
     note = (
         f"GPT, {plan.num_layers} layers, 128 wide, batches of 8, {plan.num_lengths} lengths, AdamW; "
-        f"total and slowest step of {plan.num_cold_steps} steps from a cold start."
+        f"total and slowest step of {plan.num_cold_steps} steps from a cold start. Steps that were not run "
+        f"within {plan.max_cold_seconds:.0f} s are taken to be like the last quarter of those that were."
     )
     return Table("Shapes that vary", columns, rows, note)
 

@@ -43,7 +43,9 @@ from .steps_report import (
     LOOP,
     REPLAY_CALL,
     STEP,
+    STEP_UNTIL_NATIVE,
     TORCH_LAZY,
+    UNTIL_NATIVE,
     VARIANTS,
     WHILE_BUILDING,
     WITHOUT_BUILD,
@@ -87,6 +89,7 @@ class Plan(NamedTuple):
     num_call_groups: int
     max_seconds: float
     steps_divisor: int
+    num_ready_steps: int = NUM_STEPS_READY
 
 
 FULL = Plan(9, 4, 40, 40, 90.0, 1)
@@ -195,9 +198,11 @@ class Worker:
         from lazystep import metrics
 
         seconds: list[float] = []
+        num_steps = 0
         while not metrics.counter_value("native_executions"):
             is_building = metrics.counter_value("builds_requested") > 0
             latest = self.train(1)
+            num_steps += 1
             if is_building:
                 seconds += latest
             refusals = [name for name in metrics.counter_names() if name.startswith("programs_on_reference:")]
@@ -205,7 +210,8 @@ class Worker:
                 raise RuntimeError(f"stays on the reference executable ({', '.join(refusals)})")
             if time.perf_counter() - self.first_barrier > BUILD_TIMEOUT:
                 raise TimeoutError(f"not native after {BUILD_TIMEOUT:g} s")
-        numbers = {"until native": time.perf_counter() - self.first_barrier}
+        until = time.perf_counter() - self.first_barrier
+        numbers = {UNTIL_NATIVE: until, STEP_UNTIL_NATIVE: until / max(num_steps, 1)}
         return numbers | _distribution(seconds, WHILE_BUILDING)
 
     def without_build(self, num_steps: int) -> dict[str, float]:
@@ -220,9 +226,9 @@ class Worker:
             lazystep.wait_device_ops()
         return _distribution(seconds, WITHOUT_BUILD)
 
-    def ready(self) -> dict[str, float]:
+    def ready(self, num_steps: int) -> dict[str, float]:
         """Train until steps are compiled or native, and the number of threads is chosen."""
-        num_steps = NUM_STEPS_TORCH_LAZY if self.name == TORCH_LAZY else NUM_STEPS_READY
+        num_steps = NUM_STEPS_TORCH_LAZY if self.name == TORCH_LAZY else num_steps
         self.train(num_steps)
         self.system.wait()
         if self.name in (LOOP, STEP):
@@ -362,7 +368,7 @@ def prepare(systems: Mapping[str, Peer], model: str, plan: Plan, once: Measureme
                 measure(peer, "without_build", num_steps=plan.num_reference_steps)
             elif name == STEP:
                 peer.ask(task="first")
-            peer.ask(task="ready")
+            peer.ask(task="ready", num_steps=plan.num_ready_steps)
         except PeerError as error:
             failures[name] = str(error)
     return failures

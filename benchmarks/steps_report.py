@@ -28,6 +28,9 @@ FIRST_STEPS = (EAGER, COMPILED_MODEL, JAX, LOOP)
 # The variants that are also measured beside a thread that spins in Python.
 BUSY = (EAGER, COMPILED_MODEL, JAX, LOOP, STEP)
 WHILE_BUILDING, WITHOUT_BUILD = "while building", "without a build"
+UNTIL_NATIVE = "until native"
+# The mean from the first barrier to the first native step: of a loop that does not wait for the build.
+STEP_UNTIL_NATIVE = "a step until native"
 REPLAY_CALL = "replay call"
 AUDITS = "audits"
 OTHERS = "processor time taken by others"
@@ -99,6 +102,61 @@ def _medians(name: str, less: str = "", only: str = "") -> Callable[[Outcomes], 
     return measure
 
 
+def _until_native_beside_compile(outcomes: Outcomes) -> Numbers:
+    """The time until native, less the first step of `torch.compile` of the model alone."""
+    return _medians(UNTIL_NATIVE, less=f"first step, {COMPILED_MODEL}")(outcomes)
+
+
+def _rate_until_native(outcomes: Outcomes) -> Numbers:
+    """The rate of steps from a cold start to the first native one, eager = 1."""
+    numbers: dict[str, float | None] = {}
+    for model, outcome in outcomes.items():
+        meanwhile, eager = outcome.median(STEP_UNTIL_NATIVE), outcome.median(EAGER)
+        numbers[model] = None if meanwhile is None or eager is None else eager / meanwhile
+    return numbers
+
+
+def _steps_after(seconds: float, only: str) -> Callable[[Outcomes], Numbers]:
+    """Steps that the plain loop makes in this time from a cold start, eager = 1."""
+
+    def measure(outcomes: Outcomes) -> Numbers:
+        if only not in outcomes:
+            return {only: None}
+        outcome = outcomes[only]
+        names = (UNTIL_NATIVE, STEP_UNTIL_NATIVE, LOOP, EAGER)
+        until, meanwhile, native, eager = (outcome.median(name) for name in names)
+        if until is None or meanwhile is None or native is None or eager is None:
+            return {only: None}
+        early = min(until, seconds)
+        return {only: (early / meanwhile + (seconds - early) / native) / (seconds / eager)}
+
+    return measure
+
+
+# What JAX keeps of its rate beside a spinning thread, measured on 2 cores, for runs without JAX.
+_JAX_BUSY = {"mlp": 0.45, "lstm": 0.94}
+
+
+def _busy_shares(variant: str) -> Callable[[Outcomes], Numbers]:
+    """What a variant keeps of its rate beside a spinning thread, over what JAX keeps. For small steps."""
+
+    def share(busy: Measurements, name: str) -> float | None:
+        pair = {name, f"{name}, busy"}
+        if not pair <= busy.samples.keys() or pair & busy.failures.keys():
+            return None
+        return busy.speedup(f"{name}, busy", name).median
+
+    def measure(outcomes: Outcomes) -> Numbers:
+        numbers: dict[str, float | None] = {}
+        for model, known in _JAX_BUSY.items():
+            busy = outcomes[model].busy if model in outcomes else Measurements()
+            own = share(busy, variant)
+            numbers[model] = None if own is None else own / (share(busy, JAX) or known)
+        return numbers
+
+    return measure
+
+
 _AHEAD = 1.0
 # Below 1, because an audit of a captured step may record a program that has no library yet.
 _NATIVE = 0.99
@@ -123,6 +181,16 @@ def _goals() -> list[Goal[Outcomes]]:
     goals += [
         Goal("first step: 0.3 s after eager's at most", first, at_most=0.3, unit=" s"),
         Goal(
+            "until native: not later than the first step of torch.compile of the model alone",
+            _until_native_beside_compile,
+            at_most=0.0,
+            unit=" s",
+        ),
+        Goal("cold start: steps until native at 0.9 of eager's rate", _rate_until_native, at_least=0.9),
+        Goal(
+            "cold start of the small GPT: ahead of eager after 45 s", _steps_after(45.0, "gpt"), at_least=1.0
+        ),
+        Goal(
             "warm start: native 1 s after the first barrier", _medians("warm start"), at_most=1.0, unit=" s"
         ),
         Goal(
@@ -131,6 +199,11 @@ def _goals() -> list[Goal[Outcomes]]:
             at_most=100e-6,
             unit=" µs",
             scale=1e6,
+        ),
+        Goal(
+            f"{STEP}: beside a busy Python thread, small steps keep as much of their rate as JAX's",
+            _busy_shares(STEP),
+            at_least=1.0,
         ),
         Goal(
             "steady audits of captured steps: 1 % of the time at most",
@@ -198,7 +271,7 @@ def starts_table(outcomes: Outcomes) -> Table:
         return f"{once.spread(name).median:.{digits}f}"
 
     firsts = [f"first step, {name}" for name in FIRST_STEPS]
-    names = [*firsts, "until native", "warm start"]
+    names = [*firsts, UNTIL_NATIVE, "warm start"]
     rows = [[model, *(cell(o.once, name) for name in names)] for model, o in outcomes.items()]
     note = (
         "Seconds, measured once. First step: everything imported, the model made, until its loss is known. "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -109,15 +108,22 @@ def test_replays_and_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert double.num_replayed > 0
     lazystep.wait_device_ops()
     before = double.num_replayed
-    condition, execute = runtime.executor._condition, Run.execute
+    is_awaited, execute = threading.Event(), Run.execute
 
     def execute_when_awaited(run: Run) -> Any:
-        deadline = time.monotonic() + 30
-        while not condition._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
-            time.sleep(0.001)
+        assert is_awaited.wait(30)
+        is_awaited.clear()
         return execute(run)
 
     monkeypatch.setattr(Run, "execute", execute_when_awaited)
+    for name in ("_wait_for_ends", "_wait_in_python"):
+        block = getattr(runtime.executor, name)
+
+        def note_and_block(condition: Any, block: Any = block) -> Any:
+            is_awaited.set()
+            return block(condition)
+
+        monkeypatch.setattr(runtime.executor, name, note_and_block)
     with config.override(max_in_flight=1), lazystep.profile(tmp_path / "trace.json"):
         for _ in range(3):
             double(torch.ones(3))
