@@ -26,6 +26,9 @@ os.environ.setdefault("LAZYSTEP_TIER", "reference")
 # Never the user's own cache.
 _cache = tempfile.TemporaryDirectory(prefix="lazystep-tests-")
 os.environ["LAZYSTEP_CACHE_DIR"] = _cache.name
+# The compiler takes ten seconds for them, and they depend on nothing that tests change.
+_headers = Path(tempfile.gettempdir()) / f"lazystep-tests-headers-{os.getuid()}"
+os.environ.setdefault("LAZYSTEP_HEADER_DIR", str(_headers))
 
 import torch  # noqa: E402
 

@@ -271,8 +271,38 @@ def test_exit_with_a_stuck_step_is_bounded_and_reports_what_was_dropped() -> Non
         """,
         LAZYSTEP_EXIT_TIMEOUT="1",
     )
+    assert done.returncode == 0, done.stderr
     assert "step 1 (2 instructions) was dropped at exit" in done.stderr
     assert "step 2 (1 instructions) was dropped at exit" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["a step", "a closure"])
+def test_exit_status_is_kept_where_a_thread_comes_back_too_late(where: str) -> None:
+    # Python ends a thread that asks for its lock too late, and an op of torch's asks in a destructor.
+    done = run_script(
+        f"""
+        import sys, torch, lazystep
+        x = torch.ones(64, 64, device="lazy")
+
+        def endless(x):
+            while True:
+                torch.mm(x, x)
+
+        if {where!r} == "a closure":
+            lazystep.add_step_closure(endless, (x,), run_async=True)
+        else:
+            for _ in range(20_000):
+                x = torch.mm(x, x)
+        lazystep.mark_step()
+        print("written", end="")
+        sys.exit(3)
+        """,
+        LAZYSTEP_EXIT_TIMEOUT="0.1",
+        LAZYSTEP_TIER="reference",
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == "written"
+    assert "was dropped at exit" in done.stderr
 
 
 def test_exit_handlers_may_use_the_device_before_and_after_ours() -> None:
@@ -381,7 +411,7 @@ def test_step_that_fails_inside_the_executor_is_reported_once(
 
 
 def test_step_behind_the_end_of_the_executor_fails_as_any_other() -> None:
-    run: Any = mock.Mock(step=1, num_threads=torch.get_num_threads())
+    run: Any = mock.Mock(step=1, num_threads=torch.get_num_threads(), flushes_denormals=False)
     run.execute.side_effect = TypeError("a bug of ours")
     run.executable.program.instructions = ()
     executor = Executor()

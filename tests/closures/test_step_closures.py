@@ -329,6 +329,7 @@ def test_exit_drains_closures_and_reports_what_was_dropped() -> None:
         """,
         LAZYSTEP_EXIT_TIMEOUT="2",
     )
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ran 4.0"
     assert "closure stuck of step 2" in done.stderr
     assert "closure slow of step 3" in done.stderr
