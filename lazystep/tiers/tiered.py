@@ -133,7 +133,7 @@ class TieredExecutable:
                 checked = run_checked(library.native, self._reference, inputs, scalars, directory)
                 self.tier = "checked"
                 if settings.keep_memory:
-                    give_freed_memory_back()
+                    metrics.count("memory_given_back", int(give_freed_memory_back()))
                 specialization.end_check(checked.failure, checked.mismatch)
                 return checked.outputs
             outputs = library.run(inputs, scalars)
