@@ -1,11 +1,11 @@
-"""Ops that were met before with other sizes: meta tensors say what they do now, in microseconds.
+"""Ops that were met before with other sizes: a rule or meta tensors say what they do now, in microseconds.
 
 A step of a new length is full of such ops. A trial computes on real memory, and inference on fake tensors
 takes milliseconds: 59 of them made the first step of each length of a small GPT 40 ms longer.
 
 Only for ops whose shapes and strides come from code that does not ask for the device. A first call with these
-data types and literals has been decided in full, so that eager's errors about them have been raised. Meta
-tensors must have agreed with that decision, or the op is decided in full for ever.
+data types and literals has been decided in full, so that eager's errors about them have been raised. The rule
+(`shape_rules`) and meta tensors must have agreed with that decision, or the op is decided in full for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..eager import eager_dispatch
 from ..program.program import Arg, map_args
 from .decision import Decision, Operand
 from .facts import OpFacts
+from .shape_rules import NAMES, result_of
 from .stand_ins import call, describe, make
 from .trial import is_cheap
 
@@ -34,7 +35,7 @@ _IF_LARGE = (
     "clamp_min mean amax amin _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
     "native_layer_norm native_layer_norm_backward nll_loss_forward nll_loss_backward"
 )
-_QUICK_OPS, _LARGE_OPS = frozenset(_QUICK.split()), frozenset(_IF_LARGE.split())
+_WITHOUT_TRIAL, _LARGE_OPS = NAMES | frozenset(_QUICK.split()), frozenset(_IF_LARGE.split())
 
 # By what calls have in common if they differ in sizes only: whether meta tensors agreed with a decision.
 _agreed: dict[Any, bool] = {}
@@ -47,13 +48,17 @@ def decide_resized(
     """Note in `decision` what the op does, if a call that differs in sizes only has been decided in full."""
     if not _is_for(facts, operands) or not _agreed.get(_key(decision, operands), False):
         return False
-    return _ask(decision, operands, args, kwargs)
+    by_rule = result_of(_packet(decision), operands, args)
+    if by_rule is None:
+        return _ask(decision, operands, args, kwargs)
+    decision.results = (by_rule,)
+    return True
 
 
 def note_decided(
     decision: Decision, facts: OpFacts, operands: list[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """A call has been decided in full: see whether meta tensors would have said the same."""
+    """A call has been decided in full: see whether rule and meta tensors would have said the same."""
     if not _is_for(facts, operands):
         return
     key = _key(decision, operands)
@@ -62,8 +67,11 @@ def note_decided(
     other = Decision(decision.action, decision.op, decision.func, writes=decision.writes)
     if len(_agreed) >= _MAX_KEYS:
         _agreed.clear()
-    _agreed[key] = _ask(other, operands, args, kwargs) and (
-        (other.results, other.rebinds, other.structure)
+    by_rule = result_of(_packet(decision), operands, args)
+    _agreed[key] = (
+        _ask(other, operands, args, kwargs)
+        and (by_rule is None or decision.results == (by_rule,))
+        and (other.results, other.rebinds, other.structure)
         == (decision.results, decision.rebinds, decision.structure)
     )
 
@@ -71,12 +79,16 @@ def note_decided(
 def _is_for(facts: OpFacts, operands: list[Operand]) -> bool:
     _, packet, _ = facts.name.split(".")
     return (
-        (packet in _QUICK_OPS or (packet in _LARGE_OPS and not is_cheap(facts.work, operands)))
+        (packet in _WITHOUT_TRIAL or (packet in _LARGE_OPS and not is_cheap(facts.work, operands)))
         and facts.name.startswith("aten.")
         and (bool(operands) or packet == "arange")
         and not (facts.writes or facts.needs_nbytes)
         and all(operand.group < 0 for operand in operands)
     )
+
+
+def _packet(decision: Decision) -> str:
+    return decision.op.split(".")[1]
 
 
 def _key(decision: Decision, operands: list[Operand]) -> Any:

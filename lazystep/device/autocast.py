@@ -27,8 +27,11 @@ _has_policies = False
 _libraries: list[torch.library.Library] = []
 
 # Ops that autocast does not cast, but whose kernels call ops that it does cast. Eager casts in there. The
-# kernel of a lazy op runs later, without autocast, and would give other numbers.
-_CASTING_INSIDE = ("_trilinear", "linalg_pinv.atol_rtol_tensor")
+# kernel of a lazy op runs later, without autocast, and would give other numbers. Those with a gradient are
+# taken apart below autograd (`TAKEN_APART` in ops/cpu_branch.py).
+_TAKEN_APART = ("_transformer_encoder_layer_fwd",)
+# These read memory as well, and can't be taken apart.
+_REFUSED = ("_scaled_mm", "_scaled_mm_v2")
 
 
 def extend_autocast() -> None:
@@ -39,6 +42,13 @@ def extend_autocast() -> None:
         wrapping(torch, name)(_with_the_name_of_the_cpu)
     # `torch.autocast` asks this one; its name for other callers is `torch.amp.is_autocast_available`.
     wrapping(torch._C, "_is_autocast_available")(_with_the_name_of_the_cpu)
+
+    # `torch.amp.custom_fwd` casts the tensors of the device that it was told.
+    @wrapping(torch.amp.autocast_mode, "_cast")
+    def _cast(original: Any, value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor) and _as_cpu(device_type) == _as_cpu(value.device.type):
+            device_type = value.device.type
+        return original(value, device_type, dtype)
 
     def switch(is_enabled: bool) -> None:
         if is_enabled:
@@ -74,7 +84,9 @@ def register_policies() -> None:
             for name in names_of_cast_ops():
                 register_policy(name)
             library = torch.library.Library("aten", "IMPL")
-            for name in _CASTING_INSIDE:
+            for name in _TAKEN_APART:
+                library.impl(name, _taking_apart(name), "AutocastXLA")
+            for name in _REFUSED:
                 library.impl(name, _refusing(name), "AutocastXLA")
             _libraries.append(library)
 
@@ -89,9 +101,21 @@ def register_policy(name: str) -> None:
         _recorder.register_cast(name, overload, *policy)
 
 
+def _taking_apart(name: str) -> Any:
+    func = getattr(torch.ops.aten, name).default
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            # CPU's kernel calls ops only. They reach autocast and then the recorder, one by one.
+            return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        with torch._C._DisableAutocast():
+            return func(*args, **kwargs)
+
+    return kernel
+
+
 def _refusing(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    func = getattr(torch.ops.aten, name).default
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):

@@ -149,14 +149,11 @@ def take_fast_paths() -> None:
         finally:
             registration._privateuse1_backend_name = saved
 
-    @wrapping(LinearCrossEntropyOptions, "_resolve_auto_acc_dtype")
-    def _resolve_auto_acc_dtype(original: Any, dtype: Any, device: Any) -> Any:
+    @wrapping(LinearCrossEntropyOptions, "_adjust")
+    def _adjust(original: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         is_lazy = device is not None and device.type == "lazy"
-        return original(dtype, torch.device("cpu") if is_lazy else device)
+        return original(*args, device=torch.device("cpu") if is_lazy else device, **kwargs)
 
-    LinearCrossEntropyOptions._resolve_auto_acc_dtype = staticmethod(  # type: ignore[method-assign]
-        LinearCrossEntropyOptions._resolve_auto_acc_dtype
-    )
     wrapping(torch.nn.TransformerEncoderLayer, "forward")(on_the_list)
     wrapping(torch.nn.TransformerEncoder, "forward")(on_the_list)
     wrapping(torch.functional, "norm")(on_the_list)

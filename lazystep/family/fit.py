@@ -216,6 +216,7 @@ def _linear(column: Column, values: Column, expression: Expression) -> Iterator[
 def _rounded(column: Column, values: Column, here: Expression) -> Iterator[Expression]:
     """`(a*s + b)//c`, as convolutions and pooling make it; `s % c`; and what pads s to a multiple."""
     pairs = list(zip(column, values, strict=True))
+    far: list[Expression] = []
     for divisor, factor in itertools.product(_DIVISORS, (1, 2, 3)):
         if factor % divisor == 0:
             continue
@@ -223,7 +224,13 @@ def _rounded(column: Column, values: Column, here: Expression) -> Iterator[Expre
         high = min(divisor * c + divisor - 1 - factor * v for c, v in pairs)
         if low <= high:
             start = min(max(0, low), high)
-            yield ("//", plus(times(factor, here), start), divisor)
+            found = ("//", plus(times(factor, here), start), divisor)
+            if 0 <= start < divisor:
+                yield found
+            else:
+                # Some divisor fits three numbers by chance, with a large start. A size that is padded to a
+                # multiple and then halved is likelier.
+                far.append(found)
     for multiple in _MULTIPLES:
         if all(c == v % multiple for c, v in pairs):
             yield ("%", here, multiple)
@@ -236,3 +243,4 @@ def _rounded(column: Column, values: Column, here: Expression) -> Iterator[Expre
     for multiple in _MULTIPLES:
         parts = tuple(round_up(v, multiple) // multiple for v in values)
         yield from _linear(column, parts, ("//", plus(here, multiple - 1), multiple))
+    yield from far

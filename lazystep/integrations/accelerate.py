@@ -36,7 +36,32 @@ _DEVICE_VARIABLE = (
 _SIZE_VARIABLES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
-class Accelerator(accelerate.Accelerator):
+class ScalingAccelerator(accelerate.Accelerator):
+    """Accelerate's `Accelerator` with a scaler of the lazy device for `mixed_precision="fp16"`.
+
+    After each update Accelerate asks whether it was skipped, which waits: a schedule does not count such a
+    step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._is_made = False
+        super().__init__(*args, **kwargs)
+        self._is_made = True
+        if self.state.mixed_precision == "fp16":
+            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self.scaler = torch.amp.GradScaler(DEVICE.type, **options)
+            self.native_amp = True
+
+    @property
+    def device(self) -> Any:
+        """The lazy device."""
+        # Accelerate's constructor refuses float16 on devices that it has no scaler for. On the CPU it makes
+        # none, and refuses nothing.
+        is_asked_for_a_scaler = not self._is_made and self.state.mixed_precision == "fp16"
+        return torch.device("cpu") if is_asked_for_a_scaler else super().device
+
+
+class Accelerator(ScalingAccelerator):
     """Accelerate's `Accelerator` on the lazy device. Takes the same arguments, in one process.
 
     Iterating over a prepared loader ends a step after each batch. `save_state`, `save_model`,
@@ -52,25 +77,11 @@ class Accelerator(accelerate.Accelerator):
                 "Accelerator(cpu=True) on the lazy device: leave `cpu` out, or use accelerate.Accelerator"
             )
         use_lazy_device()
-        self._is_made = False
         super().__init__(*args, **kwargs)
-        self._is_made = True
-        if self.state.mixed_precision == "fp16":
-            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
-            self.scaler = torch.amp.GradScaler(DEVICE.type, **options)
-            self.native_amp = True
         if self.distributed_type != DistributedType.NO:
             raise UnsupportedError(
                 f"Accelerate's {self.distributed_type.value} on the lazy device: {_ONE_PROCESS}"
             )
-
-    @property
-    def device(self) -> Any:
-        """The lazy device."""
-        # Accelerate's constructor refuses float16 on devices that it has no scaler for. On the CPU it makes
-        # none, and refuses nothing.
-        is_asked_for_a_scaler = not self._is_made and self.state.mixed_precision == "fp16"
-        return torch.device("cpu") if is_asked_for_a_scaler else super().device
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's loader, with a barrier after each batch."""

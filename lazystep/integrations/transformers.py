@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import transformers.trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..barrier import mark_step
@@ -23,7 +24,7 @@ from ..capture.step import Step, step
 from ..errors import UnsupportedError
 from ..record.tensor import DEVICE
 from . import masks
-from .accelerate import check_one_process, device_for_new_states
+from .accelerate import ScalingAccelerator, check_one_process, device_for_new_states
 
 masks.install()
 
@@ -46,10 +47,10 @@ class LazyTrainingArguments(TrainingArguments):
     def _validate_args(self) -> None:
         if self.use_cpu:
             raise ValueError("use_cpu=True on the lazy device: leave it out, or use TrainingArguments")
-        if self.fp16 or self.fp16_full_eval:
+        if self.fp16 and self.capture:
             raise UnsupportedError(
-                "fp16=True: there is no scaler of Transformers' for the lazy device. Use bf16=True "
-                "(docs/precision.md)."
+                "fp16=True with capture=True: after each update Accelerate asks whether it was skipped, and "
+                "a step that waits for a value is not captured. Use bf16=True, or capture=False."
             )
         if self.torch_compile:
             raise UnsupportedError("torch_compile=True: leave it out, lazystep compiles the whole step")
@@ -128,6 +129,16 @@ class LazyTrainer(Trainer):
         self._update: Callable[[], Any] | None = None  # the optimizer's step, in a captured step
         self.remove_callback(LazyCallback)  # one that the user has passed
         self.add_callback(LazyCallback(self.args.capture))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Transformers' own, with a scaler for `fp16=True`."""
+        # The class is a global name there. Accelerate's own refuses float16 on devices that it does not know.
+        before = transformers.trainer.Accelerator
+        transformers.trainer.Accelerator = ScalingAccelerator
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            transformers.trainer.Accelerator = before
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own. Waits for the loss every `logging_steps`, for checkpoints, and at the end."""

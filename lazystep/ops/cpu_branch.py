@@ -31,6 +31,13 @@ def run_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+def run_explicit_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the C++ code of an op that is made of other ops, but that autograd differentiates as one op."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd")
+    key = "CompositeExplicitAutograd" if has_kernel else "CompositeExplicitAutogradNonFunctional"
+    return func._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
+
+
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor of the same type, with memory that nothing touches. Another device's tensor stays."""
     handle = find_handle(tensor)
@@ -116,3 +123,8 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
     aten._has_compatible_shallow_copy_type.default: has_compatible_shallow_copy_type,
 }
+
+# Ops whose kernels call ops that autocast casts. Eager casts in there. The kernel of a recorded op runs
+# later, without autocast, so the parts are recorded instead. tests/conformance/test_autocast.py looks for
+# ops that are missing here.
+TAKEN_APART = frozenset((aten._trilinear.default, aten.linalg_pinv.atol_rtol_tensor))

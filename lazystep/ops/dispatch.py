@@ -31,7 +31,7 @@ from ..record.recorder import Recorder
 from ..record.source import user_line, user_source
 from ..record.tensor import find_handle, is_lazy
 from . import collectives, copies, draws  # noqa: F401 - their handlers
-from .cpu_branch import KERNELS, run_composite
+from .cpu_branch import KERNELS, TAKEN_APART, run_composite, run_explicit_composite
 from .draws import draw
 from .facade import FACADE_KERNELS
 from .handlers import handler_of, handles
@@ -72,7 +72,7 @@ class OpDispatch:
     def traits(self, func: Any) -> tuple[Mode, list[bool], bool, bool, bool, bool]:
         """See `Dispatch.traits`."""
         facts = self.facts_of(func)
-        is_taken_apart = func in COMPOSITES or facts.is_composite
+        is_taken_apart = func in COMPOSITES or func in TAKEN_APART or facts.is_composite
         usual = Mode.HANDLER if handler_of(func) else Mode.COMPOSITE if is_taken_apart else Mode.RECORD
         mode = _MODES.get(func, usual)
         takes_number = [i in facts.number_positions for i in range(len(func._schema.arguments))]
@@ -124,6 +124,8 @@ class OpDispatch:
         kernel = COMPOSITES.get(func)
         if kernel is not None:
             return kernel(*args, **kwargs)
+        if func in TAKEN_APART:
+            return run_explicit_composite(func, args, kwargs)
         if self.facts_of(func).is_composite:
             # Composites arrive whole under inference mode only. Eager runs their parts.
             if "sparse_compressed" in func._schema.name:  # ends in a constructor with a fixed list of devices
@@ -164,7 +166,7 @@ COMPOSITES = KERNELS | FACADE_KERNELS
 @handles(_aten._pack_padded_sequence.default)
 def _pack(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Lengths and batch sizes live on the CPU on every device. The rest is made of plain ops.
-    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    return run_explicit_composite(func, args, kwargs)
 
 
 @handles(_aten.lift_fresh.default, _aten.lift.default)

@@ -48,6 +48,9 @@ def in_pieces(program: Program) -> Program:
     instructions: list[Instruction] = []
     is_changed = False
     for run in _runs(program.instructions):
+        if len(run) == 1 and num_elements(run[0]) < 2:
+            instructions += run
+            continue
         pieces = _pieces(program, run)
         if len(pieces) < 2:
             instructions += run

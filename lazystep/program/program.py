@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,9 +102,9 @@ class Instruction(NamedTuple):
             _add_refs((arg,), found)
         return found
 
-    def defines(self) -> Iterator[int]:
-        """The values that this instruction makes."""
-        arguments = set(self.reads())
+    def defines(self, reads: Sequence[int] | None = None) -> Iterator[int]:
+        """The values that this instruction makes. `reads`: what `reads()` said, if it was asked already."""
+        arguments = set(self.reads() if reads is None else reads)
         for value in self.results:
             if value is not None and value not in arguments:
                 yield value

@@ -25,13 +25,13 @@ def prune(program: Program, keeps_effects: bool = True) -> Program:
         live_storages |= {n for n, storage in enumerate(program.storages) if storage.is_input}
     kept = []
     for instruction in reversed(program.instructions):
-        is_needed = any(v in needed for v in instruction.defines())
+        reads = instruction.reads()
+        is_needed = any(v in needed for v in instruction.defines(reads))
         writes_live = any(values[v].storage in live_storages for v in instruction.writes)
         if not (is_needed or writes_live or (keeps_effects and is_effect(instruction))):
             continue
         kept.append(instruction)
-        for value in instruction.reads():
-            needed.add(value)
-            live_storages.add(values[value].storage)
+        needed.update(reads)
+        live_storages.update([values[value].storage for value in reads])
     kept.reverse()
     return dataclasses.replace(program, instructions=tuple(kept))

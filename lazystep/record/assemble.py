@@ -19,6 +19,12 @@ from ..program.verify import verify
 Entry = tuple[Any, ...]
 
 
+# The programs of a family have most instructions in common: all of the optimizer's, whose lists are long. So
+# they are made once. By decision, operands, first scalar and number of values.
+_instructions: dict[tuple[Decision, tuple[int, ...], int, int], Instruction] = {}
+_MAX_INSTRUCTIONS = 20_000
+
+
 def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs: Sequence[int]) -> Program:
     """The program of these entries that returns the values `outputs`: pruned, scheduled, in pieces."""
     values: dict[int, Value] = {}
@@ -85,8 +91,11 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
             room = max(storages[storage].nbytes, rebind.nbytes)
             storages[storage] = storages[storage]._replace(nbytes=room)
             rebinds.append((operands[rebind.operand], new_value(rebind.type, storage, rebind.alias)))
-        instructions.append(
-            Instruction(
+        # The results follow from the decision, the operands and the number of values before.
+        key = decision, operands, first_slot, index
+        instruction = _instructions.get(key)
+        if instruction is None or instruction.source != source:
+            instruction = Instruction(
                 op=decision.op,
                 args=_place(decision.args, operands, first_slot),
                 kwargs=tuple((name, _place(arg, operands, first_slot)) for name, arg in decision.kwargs),
@@ -95,7 +104,10 @@ def assemble(entries: Sequence[Entry], sources: Sequence[Source | None], outputs
                 rebinds=tuple(rebinds),
                 source=source,
             )
-        )
+            if len(_instructions) >= _MAX_INSTRUCTIONS:
+                _instructions.clear()
+            _instructions[key] = instruction
+        instructions.append(instruction)
     program = Program(
         values, tuple(storages), tuple(inputs), tuple(scalars), tuple(instructions), tuple(outputs)
     )

@@ -213,8 +213,7 @@ class Family:
         except NoFitError as error:
             self._refuse(f"{error}{_where(error.place, members[-1].program)}", len(members))
             return False
-        # The commonest of those that wait, the largest of equals: torch guesses sizes by it.
-        first = max(unserved, key=lambda one: (one.num_runs, sum(one.numbers)))
+        first = _to_trace(unserved, members)
         bound = [found.bind(one.numbers) for one in members]
         symbols = tuple(values for values in bound if values is not None)
         assert len(symbols) == len(members), "a fit holds for those that it was made from"
@@ -314,6 +313,22 @@ def _name(place: Place) -> str:
             else f"length of input {place.where}"
         )
     return {Kind.GEOMETRY: "a stride or offset", Kind.LITERAL: "a number", Kind.FIXED: "a number"}[place.kind]
+
+
+def _to_trace(unserved: Sequence[Member], members: Sequence[Member]) -> Member:
+    """The member that the library is traced from: the commonest, the largest of equals.
+
+    torch guesses sizes by it. It takes a size of 0 or 1 for a special case, and the graph would then hold for
+    that size alone. So a member is preferred in which no number that varies is 0 or 1, such as a padding.
+    """
+    columns = zip(*(one.numbers for one in members), strict=True)
+    varying = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+
+    def rank(one: Member) -> tuple[int, int, int]:
+        num_special = sum(one.numbers[place] in (0, 1) for place in varying)
+        return -num_special, one.num_runs, sum(one.numbers)
+
+    return max(unserved, key=rank)
 
 
 def _where(place: Place | None, program: Program | None) -> str:

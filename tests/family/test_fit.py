@@ -62,6 +62,12 @@ def test_two_sizes_are_two_symbols_and_their_products() -> None:
     assert found.bind((2, 5, 10, 96)) == (2, 5)
 
 
+def test_a_length_that_is_padded_and_halved_is_no_chance_division() -> None:
+    found = fitted([(9,), (10,), (15,)], lambda s: -s % 4, lambda s: (s + -s % 4) // 2)
+    for length in (21, 11, 30):
+        assert found.bind((length, -length % 4, (length + -length % 4) // 2)) == (length,)
+
+
 def test_a_size_that_depends_on_another_is_no_symbol() -> None:
     found = fitted([(6, 48, 7), (9, 72, 10)], members=2)
     assert len(found.symbols) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lazystep
@@ -76,6 +76,23 @@ def test_a_size_that_the_program_pins_is_no_family() -> None:
         lowered(runs, other._replace(expressions=tuple(expressions)), runs[0])
 
 
+def test_the_check_finds_a_number_that_was_fitted_by_chance() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.5)[: (x.shape[0] + 1) // 2].tanh()
+
+    with recorded_runs() as runs:
+        for size in (4, 6, 8, 9):
+            result = step(torch.randn(size, 3).to("lazy"))
+            lazystep.mark_step()
+    del result
+    *even, odd = runs
+    region, call = lowered(even, fit_members(even), even[0])
+    assert all(check(one, region, call, region.bind(one.skeleton.numbers) or ()) == "" for one in even)
+    # s//2 is right for the three. The member is refused; if it were not, its first run would be.
+    assert region.bind(odd.skeleton.numbers) is None
+    assert check(odd, region, call, (9,)) != ""
+
+
 OPS = {
     "tanh": lambda x: x.tanh(),
     "scale": lambda x: x * 0.5,
@@ -96,11 +113,14 @@ OPS = {
 }
 
 
-@settings(max_examples=12, deadline=None)
+@pytest.mark.filterwarnings("ignore:.*of the last 64 steps were new programs")
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=4),
     st.lists(st.integers(4, 40), min_size=5, max_size=5, unique=True),
 )
+@example(["half", "tanh"], [4, 6, 8, 9, 11])  # s//2 for the first three
+@example(["pad", "half"], [9, 10, 15, 21, 11])
 def test_a_fit_is_right_for_other_sizes_or_refuses_them(names: list[str], sizes: list[int]) -> None:
     with recorded_runs() as runs:
         for size in sizes:

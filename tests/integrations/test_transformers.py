@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
+import transformers.trainer
 from accelerate.state import AcceleratorState, GradientState
 from transformers import (
     BertConfig,
@@ -282,6 +284,41 @@ def test_positions_that_the_host_does_not_know_are_checked() -> None:
         lazystep.flush_step_closures()
 
 
+class ScalingOnCpu(accelerate.Accelerator):
+    """Accelerate itself makes no scaler for the CPU, and does not cast there."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.native_amp = True
+
+
+def test_float16_with_overflows_equals_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"fp16": True, "max_steps": 24, "logging_steps": 8, "save_strategy": "steps"}
+    options |= {"save_steps": 12, "lr_scheduler_type": "linear", "warmup_steps": 4}
+    found = []
+    for kind in ("cpu", "lazy"):
+        with monkeypatch.context() as patch:
+            if kind == "cpu":
+                patch.setattr(transformers.trainer, "Accelerator", ScalingOnCpu)
+            trainer = make(tmp_path / kind, kind, **options)
+        trainer.accelerator.scaler.load_state_dict(
+            {**trainer.accelerator.scaler.state_dict(), "scale": 2.0**40, "growth_interval": 8}
+        )
+        trainer.train()
+        found.append((trainer.lr_scheduler.state_dict(), trainer.accelerator.scaler.state_dict()))
+        found[-1] += (losses(trainer), trainer.evaluate()["eval_loss"], numbers(trainer))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert trainer.args.device.type == "lazy"
+    assert (tmp_path / "lazy" / "checkpoint-12" / "scaler.pt").exists()
+    *want, eager = found[0]
+    *got, lazy = found[1]
+    assert got == want
+    assert want[1]["scale"] < 2.0**40, "no step has overflowed"
+    assert all(map(torch.equal, eager, lazy))
+
+
 class LooksAtGradients(TrainerCallback):
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -290,8 +327,8 @@ class LooksAtGradients(TrainerCallback):
 def test_wrong_use_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"use_cpu=True.*leave it out"):
         LazyTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(lazystep.UnsupportedError, match=r"fp16=True.*Use bf16=True"):
-        LazyTrainingArguments(output_dir=str(tmp_path), fp16=True)
+    with pytest.raises(lazystep.UnsupportedError, match=r"fp16=True with capture=True.*Use bf16=True"):
+        LazyTrainingArguments(output_dir=str(tmp_path), fp16=True, capture=True)
     with pytest.raises(lazystep.UnsupportedError, match=r"torch_compile=True: leave it out"):
         LazyTrainingArguments(output_dir=str(tmp_path), torch_compile=True)
     with monkeypatch.context() as patch:

@@ -140,13 +140,48 @@ def kept_cast_of_another_type(d: str) -> Any:
 
 
 @case
-def cast_made_without_gradients_is_kept(d: str) -> Any:
+def cast_made_without_gradients_is_kept_and_has_gradients(d: str) -> Any:
     model = net(d)
     with torch.autocast(d):
         with torch.no_grad():
             model(data(d))
+            model[0].weight.mul_(2)
         out = model(data(d))
-    return out, out.requires_grad
+    out.float().square().sum().backward()
+    return out, gradients(model)
+
+
+@case
+def cast_made_under_inference_mode_is_not_kept(d: str) -> Any:
+    model = net(d)
+    with torch.autocast(d):
+        with torch.inference_mode():
+            first = model(data(d))
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        out = model(data(d))
+        with torch.inference_mode():
+            last = model(data(d))
+    out.float().square().sum().backward()
+    return first, out, last, gradients(model)
+
+
+@case
+def evaluated_on_the_fast_path(d: str) -> Any:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(d).eval()
+    x = data(d, 3, 4, 8)
+    mask = torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1]]).bool().to(d)
+    attention = model.layers[0].self_attn
+    outs = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        for dtype in (BF16, F16):
+            with mode(), torch.autocast(d, dtype):
+                outs += [model(x), model(x, src_key_padding_mask=mask), attention(x, x, x)]
+        with mode():
+            outs.append(model(x))
+    return outs
 
 
 @case
@@ -245,9 +280,9 @@ class Cube(torch.autograd.Function):
         return (grad @ x.t() + x.t() @ grad).float(), None
 
 
-def custom(d: str, **options: Any) -> Any:
-    forward = torch.amp.custom_fwd(Cube.forward, device_type=d, **options)
-    backward = torch.amp.custom_bwd(Cube.backward, device_type=d)
+def custom(d: str, name: str | None = None, **options: Any) -> Any:
+    forward = torch.amp.custom_fwd(Cube.forward, device_type=name or d, **options)
+    backward = torch.amp.custom_bwd(Cube.backward, device_type=name or d)
     function: Any = type(
         "Custom",
         (torch.autograd.Function,),
@@ -268,6 +303,11 @@ def custom_function(d: str) -> Any:
 @case
 def custom_function_that_casts_inputs(d: str) -> Any:
     return custom(d, cast_inputs=torch.float32), custom(d, cast_inputs=F16)
+
+
+@case
+def custom_function_for_the_cpu(d: str) -> Any:
+    return custom(d, "cpu"), custom(d, "cpu", cast_inputs=torch.float32), custom(d, "cpu", cast_inputs=F16)
 
 
 @case
@@ -296,6 +336,17 @@ def backward_inside(d: str) -> Any:
     with torch.autocast(d):
         model(data(d)).float().sum().backward()
     return gradients(model)
+
+
+@case
+def kernels_that_cast_inside(d: str) -> Any:
+    x, weight = data(d, 4, 4).requires_grad_(), data(d, 2, 4, 4).requires_grad_()
+    with torch.autocast(d):
+        outs = [F.bilinear(x, x, weight)]
+        with torch.autocast(d, enabled=False):
+            outs += [F.bilinear(x, x, weight), torch.linalg.pinv(x)]
+        sum(out.float().sum() for out in outs).backward()
+        return outs, x.grad, weight.grad, torch.linalg.pinv(x)
 
 
 @case
@@ -405,19 +456,6 @@ def test_step_that_leaves_kept_casts_behind_is_recorded() -> None:
     with pytest.warns(lazystep.LazyStepWarning, match="recorded in each call"):
         got = run("lazy", lazystep.step(make("lazy"), audit_every=0))
     assert tree_difference(want, got) is None
-
-
-@pytest.mark.parametrize("name", ["bilinear", "pinv"])
-def test_kernels_that_cast_inside_are_refused(name: str) -> None:
-    x = data("lazy", 4, 4)
-    weight = data("lazy", 2, 4, 4)
-    calls = {"bilinear": lambda: F.bilinear(x, x, weight), "pinv": lambda: torch.linalg.pinv(x)}
-    with torch.autocast("lazy"):
-        with pytest.raises(lazystep.UnsupportedError, match=r"test_autocast\.py:\d+.*enabled=False"):
-            calls[name]()
-        with torch.autocast("lazy", enabled=False):
-            assert calls[name]().dtype is torch.float32
-    assert calls[name]().dtype is torch.float32
 
 
 def test_switch_of_the_cpu_alone_is_refused() -> None:

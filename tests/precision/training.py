@@ -70,6 +70,7 @@ class Trained(NamedTuple):
     optimizer: list[Any]
     scaler: dict[str, Any]
     step: Any  # the step function, if it was captured
+    num_waits: float  # synchronizations in the steps
 
 
 class Training:
@@ -134,6 +135,7 @@ def train(
     is_lazy = device == "lazy"
     step: Any = lazystep.step(training.step, audit_every=0) if captured else training.step
     losses = []
+    waits_before = lazystep.metrics.counter_value("synchronizations")
     for number in range(num_steps):
         x, y = training.make_batch()
         if x.is_floating_point():
@@ -144,11 +146,12 @@ def train(
         losses.append(step(x.to(device), y.to(device), blow_up.to(device)))
         if is_lazy and not captured:
             lazystep.mark_step()
+    num_waits = lazystep.metrics.counter_value("synchronizations") - waits_before
     state = [t.detach().cpu() for t in [*training.model.parameters(), *training.model.buffers()]]
     states = training.optimizer.state_dict()["state"].values()
     optimizer = [t.cpu() if isinstance(t, torch.Tensor) else t for one in states for t in one.values()]
     scaler = {} if training.scaler is None else training.scaler.state_dict()
-    return Trained([loss.item() for loss in losses], state, optimizer, scaler, step)
+    return Trained([loss.item() for loss in losses], state, optimizer, scaler, step, num_waits)
 
 
 def same(a: Any, b: Any) -> bool:

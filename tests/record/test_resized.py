@@ -32,6 +32,13 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "softmax": lambda x: x.t().log_softmax(0),
     "layer norm": lambda x: F.layer_norm(x.t().contiguous().t(), (6,)),
     "gelu": lambda x: F.gelu(x.t()),
+    "pointwise": lambda x: [x + x, x * x, x - x * 2, x + x[:1], x * 2, F.gelu(x) + x.tanh(), x + x.double()],
+    "pointwise on integers": lambda x: [x.long() + x.long(), x.long() * 2.5, x.long() + x, x.long().tanh()],
+    "linear": lambda x: [
+        F.linear(x, WEIGHT.t().to(x.device), TABLE.view(-1)[:8].to(x.device)),
+        torch.addmm(x[:, :1], x, WEIGHT.to(x.device)),
+        torch.addmm(TABLE[0, 0].to(x.device), x, WEIGHT.to(x.device)),
+    ],
 }
 
 
@@ -60,6 +67,31 @@ def test_layouts_and_values_equal_eager_at_every_size(
     if are_large or name in ("mm", "views", "cat", "embedding"):
         assert asked
     assert lazystep.metrics.counter_value("layout_repairs") == 0
+
+
+def test_a_small_op_with_a_rule_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resized, "_agreed", {})
+    asked: list[str] = []
+    ask, trial = resized._ask, decide_module.run_trial
+    monkeypatch.setattr(resized, "_ask", lambda *args: asked.append(args[0].op) or ask(*args))
+    monkeypatch.setattr(
+        decide_module,
+        "run_trial",
+        lambda decision, *a, **k: asked.append(decision.op) or trial(decision, *a, **k),
+    )
+
+    def step(size: int) -> None:
+        x = torch.ones(size, 6).to("lazy")
+        y = F.gelu(torch.addmm(TABLE.view(-1)[:8].to("lazy"), x, WEIGHT.to("lazy")))
+        (y * y + y).mm(WEIGHT.to("lazy").t())
+        lazystep.mark_step()
+
+    step(23)
+    assert {"aten.addmm.default", "aten.gelu.default", "aten.mm.default"} <= set(asked)
+    asked.clear()
+    for size in (29, 31):
+        step(size)
+    assert asked == []
 
 
 def test_a_new_size_needs_no_trial_and_no_inference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -44,7 +46,8 @@ bool is_ours(const at::Tensor& tensor) {
 
 bool is_kept(const at::Tensor& tensor, at::ScalarType to) {
   return to == at::autocast::get_autocast_dtype(at::kCPU) && tensor.scalar_type() == at::kFloat &&
-      tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() && at::autocast::is_autocast_cache_enabled();
+      tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() && at::autocast::is_autocast_cache_enabled() &&
+      !c10::InferenceMode::is_enabled();
 }
 
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType to) {
@@ -56,6 +59,8 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType to) {
     auto found = casts().find(impl);
     if (found != casts().end()) return found->second.second;
   }
+  // A use under `no_grad` may come first, and a use that wants gradients gets the same cast. Eager does this, too.
+  c10::AutoGradMode with_grad(true);
   at::Tensor made = tensor.to(to);
   Weak weak(tensor.getIntrusivePtr());
   std::lock_guard lock(mutex());
