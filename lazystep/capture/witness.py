@@ -229,6 +229,7 @@ class Witness:
             self._testimony.refuse(
                 f"it replaces the __dict__ of a {type(owner).__name__}; set its attributes"
             )
+            self._testimony.writes[self._places.at(owner, key, Kind.ATTRIBUTE)] = None
         place = self._finder.find(kind, owner, key, is_write=True)
         if place is not None:
             if must_be_there:

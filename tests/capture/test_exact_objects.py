@@ -133,11 +133,12 @@ def test_dict_of_attributes_that_the_step_replaces_is_refused() -> None:
     holder.number = 2.0
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        holder.__dict__ = {"number": 3.0}
+        holder.__dict__ = {"number": holder.number + 1}
         return x * holder.number
 
     run = captured(step)
-    for _ in range(4):
-        assert run(torch.ones(3)).tolist() == [3.0] * 3
+    for number in range(4):
+        assert run(torch.ones(3)).tolist() == [3.0 + number] * 3
+        assert type(holder.number) is float
     assert run.num_replayed == 0
     assert "it replaces the __dict__" in run.explain()

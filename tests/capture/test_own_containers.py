@@ -32,6 +32,7 @@ OF_LIST: dict[str, Use] = {
     "max": lambda box: len(max([box.inside, [1, 2, 2]])) + max([box.inside, [1, 2, 2]])[-1],
     "tensor": lambda box: int(torch.tensor([box.inside, box.inside]).sum()),
     "NumPy": lambda box: int(np.array([box.inside, box.inside]).sum()),
+    "sorted zip": lambda box: len(sorted(zip([box.inside, [1, 2, 2]], "ab", strict=True))[0][0]) * 2,
     "chain": lambda box: sum(itertools.chain.from_iterable([box.inside, box.inside])),
     "deep": lambda box: len(str([({"a": [box.inside]},)])),
 }
@@ -48,6 +49,7 @@ OF_TUPLE: dict[str, Use] = {
     "element of a set": lambda box: 2 if (len, 1) in {box.inside} else 3,
     "set comprehension": lambda box: len({key for key in [box.inside, (len, 1)] if key}) + 1,
     "fromkeys": lambda box: len(dict.fromkeys([box.inside, (len, 1)])) + 1,
+    "dict of a zip": lambda box: dict(zip([box.inside, (len, 1)], (2, 3), strict=True)).get((len, 2), 4),
     "equal": lambda box: 2 if [box.inside] == [(len, 1)] else 3,
 }
 

@@ -349,11 +349,27 @@ static int is_plain_container(PyObject *value)
 
 static int note_moved(PyObject *value, int depth);
 
+static int look_inside(PyObject *value, int depth);
+static int append_to(PyObject *object, void *list) { return PyList_Append(list, object); }
+
+/* What an iterator in C takes from, such as the lists of a `zip`. A generator's frame shows what it takes. */
+static int look_behind(PyObject *iterator, int depth)
+{
+    traverseproc traverse = Py_TYPE(iterator)->tp_traverse;
+    if (traverse == NULL || PyGen_Check(iterator)) {
+        return 0;
+    }
+    PyObject *parts = PyList_New(0);
+    int done = parts == NULL || traverse(iterator, append_to, parts) < 0 ? -1 : look_inside(parts, depth);
+    Py_XDECREF(parts);
+    return done;
+}
+
 /* A container of the call's own is looked at: it may hold outside containers, also in containers inside. */
 static int look_inside(PyObject *value, int depth)
 {
     if (depth == 0 || !is_plain_container(value)) {
-        return 0;
+        return depth != 0 && PyIter_Check(value) ? look_behind(value, depth - 1) : 0;
     }
     if (!PyDict_Check(value)) {
         /* The sink's methods run in between: the list may get shorter, and the element go. */
@@ -752,8 +768,12 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
                                         : note_whole(self)) < 0) {
         return -1;
     }
+    int is_dict = *callable == (PyObject *)&PyDict_Type; /* which hashes keys, if it is given no dict */
     for (Py_ssize_t i = 0; i < num_args; i++) {
         PyObject *value = args[i];
+        if (is_dict && !PyDict_Check(value) && note_moved(value, MAX_DEPTH) < 0) {
+            return -1;
+        }
         if (kind == MOVE || kind == PASS || kind == SIZE) {
             if ((kind == MOVE ? note_moved(value, MAX_DEPTH) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
                 return -1;
