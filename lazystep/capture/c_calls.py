@@ -222,7 +222,7 @@ def answer_of(function: Any, args: tuple[Any, ...]) -> Any:
 
 def is_asking(name: str) -> bool:
     """Whether a Python function of this name returns a setting, and does little else."""
-    return name == "__get__" or name.startswith(_ASKING) or name.endswith("enabled")
+    return name in ("__get__", "__hash__") or name.startswith(_ASKING) or name.endswith("enabled")
 
 
 def may_tell_state(function: Any) -> bool:

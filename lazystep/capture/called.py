@@ -110,12 +110,13 @@ class CallsOfC:
             if not self._owners.is_foreign(args[0].__module__):  # others may be registered
                 testimony.told[abc.get_cache_token, ()] = abc.get_cache_token()
         elif function in (operator.is_, operator.is_not):
-            testimony.compares_tensors = testimony.compares_tensors or isinstance(args[0], torch.Tensor)
+            if len(args) == 2 and all(isinstance(arg, torch.Tensor) for arg in args):
+                self._objects.compared(*args)
             for arg in args:
-                if _witness.is_outside(arg) and not isinstance(arg, torch.Tensor):
+                if not isinstance(arg, torch.Tensor):
                     self._objects.identified(arg)
         elif function is id:
-            if is_called_by_the_user(frame, ()) and _witness.is_outside(args[0]):
+            if is_called_by_the_user(frame, ()):
                 self._objects.asked_for_id(args[0])
         elif c_calls.is_scripted(function):  # a method that is kept without its module
             self._objects.refuse_scripted()

@@ -11,6 +11,8 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from ._places import is_same
 from .arguments import Structure, put_together
 from .stored_numbers import untraced
@@ -40,6 +42,8 @@ class GivenContainers:
     def _merge(self, mine: Any, made: Any) -> Any:
         """The caller's object with the leaves of an equal one that was made for the call."""
         kind = type(mine)
+        if kind is torch.Size:  # of which pytree makes a tuple
+            return mine
         if kind is not type(made) or mine is made:
             return made
         if kind in _DICTS or kind in _LISTS:
@@ -57,6 +61,11 @@ class GivenContainers:
                 return mine
             return kind(*parts) if hasattr(mine, "_fields") else kind(parts)
         return made
+
+    @property
+    def containers(self) -> list[Any]:
+        """The lists and dicts that the function is given."""
+        return [container for container, _, _ in self._found.values()]
 
     def take_back(self) -> str:
         """Put the caller's leaves back. Which type a changed list or dict has; empty if none is changed."""

@@ -380,14 +380,28 @@ class Objects:
         _, place = self._finder.tensors.get(id(value), (None, self._finder.origin_of(value)))
         if place is not None and place.kind is not Kind.WEAK:
             self._testimony.identified_places.add(place)
+        if id(value) in self._outside.given:
+            self._testimony.refuse(
+                f"it asks which {type(value).__name__} an argument is at {user_line(2)}; ask outside"
+            )
 
     def asked_for_id(self, value: Any) -> None:
-        """Code of the user's asks for the id of an object."""
+        """Code asks for the id of an object, or has it as a key."""
         self.identified(value)
         if id(value) in self._outside.arguments:
             self._testimony.refuse(
-                f"it asks for the id of an argument, a tensor, at {user_line(2)}; ask outside, or keep the "
-                "tensor in an attribute"
+                f"it asks for the id of an argument, a tensor, or uses it as a key, at {user_line(2)}; ask "
+                "outside, or keep the tensor in an attribute"
+            )
+
+    def compared(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Whether two tensors are one is asked."""
+        self._testimony.compares_tensors = True
+        is_given = [id(tensor) in self._outside.arguments for tensor in (left, right)]
+        is_met = [id(tensor) in self._finder.tensors for tensor in (left, right)]
+        if any(is_given) and any(is_met):  # of two arguments, their kind tells
+            self._testimony.refuse(
+                f"it asks whether an argument is a certain tensor at {user_line(2)}; ask outside"
             )
 
     def taken(self, iterator: Any) -> None:

@@ -185,7 +185,9 @@ class RecordedCall:
             numbers = OpNumbers(self.trace, self.counts)
             self.moved_counts = numbers.moved
             with numbers:
-                self.result = self._witness.run(self._function, args, dict(kwargs), roots)
+                self.result = self._witness.run(
+                    self._function, args, dict(kwargs), roots, self._given.containers
+                )
             if changed := self._given.take_back():
                 self._refuse(f"it changes an argument, a {changed}, which a replay would not; change a copy")
             self.after = self._look_after()

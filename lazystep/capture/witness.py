@@ -74,9 +74,17 @@ class Witness:
         self._calls = CallsOfC(testimony, self._finder, self._objects, self._owners)
         self._threshold: tuple[int, int, int] = (0, 0, 0)
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roots: list[Any]) -> Any:
-        """Call the function and look on. `roots`: objects of its arguments."""
+    def run(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        roots: list[Any],
+        given: list[Any],
+    ) -> Any:
+        """Call the function and look on. `roots`: objects of its arguments. `given`: lists and dicts."""
         self._outside.begin()
+        self._outside.given.update(map(id, given))
         with self._collecting_nothing():
             _witness.begin(self, TracedFloat, TracedInt, torch.Tensor)
             try:
@@ -189,6 +197,7 @@ class Witness:
             self._testimony.note(self._places.at(owner, None, Kind.CELL))
             return FOLLOW | OUTSIDE
         if kind == Access.ITEM:
+            self.hashed(key)
             self._testimony.note(self._finder.item(owner, key))
             return FOLLOW | OUTSIDE
         return self._objects.read_attribute(owner, key, sys._getframe(1))
@@ -225,6 +234,8 @@ class Witness:
 
     def write(self, kind: int, owner: Any, key: Any, must_be_there: int) -> None:
         """A place is about to be written or deleted. `must_be_there`: that raises if nothing is there."""
+        if kind == Access.ITEM:
+            self.hashed(key)
         if kind == Access.ATTRIBUTE and key == "__dict__":
             self._testimony.refuse(
                 f"it replaces the __dict__ of a {type(owner).__name__}; set its attributes"
@@ -238,7 +249,13 @@ class Witness:
 
     def contains(self, container: dict[Any, Any], key: Any) -> None:
         """Whether a dict has a key is asked."""
+        self.hashed(key)
         self._note_presence(self._finder.item(container, key))
+
+    def hashed(self, key: Any) -> None:
+        """A container that the call did not make is asked for a key. A tensor is the key that it is."""
+        if isinstance(key, torch.Tensor):
+            self._objects.asked_for_id(key)
 
     def _note_presence(self, place: Place) -> None:
         if place not in self._testimony.used_places():
@@ -345,6 +362,6 @@ class Witness:
         """Whether a container is a certain object is asked: an equal one is not as good."""
         self._objects.identified(container)
 
-    def identity(self) -> None:
+    def identity(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Whether two tensors are one is asked."""
-        self._testimony.compares_tensors = True
+        self._objects.compared(left, right)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from .common import captured
-from .scenes import Scene, Scenes, check_replays
+from .scenes import Scene, Scenes, check_replays, check_right
 
 scene = Scenes()
 
@@ -142,3 +142,55 @@ def test_dict_of_attributes_that_the_step_replaces_is_refused() -> None:
         assert type(holder.number) is float
     assert run.num_replayed == 0
     assert "it replaces the __dict__" in run.explain()
+
+
+# -- tensors as keys -----------------------------------------------------------------------------------
+
+AS_KEYS: dict[str, Any] = {
+    "item": lambda tensor, table: table[tensor],
+    "get": lambda tensor, table: table.get(tensor, 5.0),
+    "in a dict": lambda tensor, table: 5.0 if tensor in {**table} else 7.0,
+    "in": lambda tensor, table: 5.0 if tensor in table["keys"] else 7.0,
+    "hash": lambda tensor, table: float(hash(tensor) == table["hash"]) + 1,
+}
+
+
+@pytest.mark.parametrize("name", AS_KEYS)
+def test_another_tensor_is_another_key(name: str) -> None:
+    def make(device: str) -> Scene:
+        tensors = [torch.ones(3, device=device), torch.ones(3, device=device)]
+        box = types.SimpleNamespace(tensor=tensors[0])
+        table: dict[Any, Any] = {tensors[0]: 2.0, "keys": {tensors[0]}, "hash": hash(tensors[0])}
+        if name in ("item", "get"):
+            table[tensors[1]] = 3.0
+        return Scene(
+            lambda x: x * box.tensor * AS_KEYS[name](box.tensor, table),
+            lambda: setattr(box, "tensor", tensors[1]),
+        )
+
+    check_right(make)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_parameter_that_another_one_replaces_has_another_state(kind: str) -> None:
+    """The update went on with the state of the old parameter."""
+
+    def make(device: str) -> Scene:
+        box = types.SimpleNamespace(weight=torch.ones(3, device=device, requires_grad=True))
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)([box.weight], lr=0.1, **options)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = (box.weight * x).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        def change() -> None:
+            box.weight = torch.ones(3, device=device, requires_grad=True)
+            optimizer.param_groups[0]["params"][0] = box.weight
+
+        return Scene(step, change, kept=lambda: box.weight.detach())
+
+    check_replays(make, num_recorded=5)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import decimal
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lazystep
 
 from .common import captured
-from .scenes import Scene, check_right
+from .scenes import NUM_BEFORE, Scene, check_right
 
 pytestmark = pytest.mark.filterwarnings("ignore::lazystep.LazyStepWarning")
 KINDS = {
@@ -121,3 +124,58 @@ def test_call_that_raises_gives_the_leaves_back() -> None:
             run(batch)
         assert batch["x"] is x
         assert [type(batch["scale"]), type(batch["seen"]), batch["seen"]] == [float, float, 4.0]
+
+
+# -- plain arguments: equal is not the same --------------------------------------------------------------
+
+
+class Text(str):
+    """A text that may have attributes."""
+
+    scale: float
+
+
+def text(scale: float) -> Text:
+    made = Text("a")
+    made.scale = scale
+    return made
+
+
+EQUAL: dict[str, tuple[Any, Any, Any]] = {
+    "frozenset": (frozenset([1]), frozenset([True]), lambda v: 2 if True is next(iter(v)) else 3),
+    "NumPy's zero": (np.float64(0.0), np.float64(-0.0), lambda v: math.copysign(2, v)),
+    "range": (range(0, 3, 2), range(0, 4, 2), lambda v: v.stop),
+    "decimal": (decimal.Decimal("2.0"), decimal.Decimal("2.00"), lambda v: len(str(v))),
+    "text with attributes": (text(2.0), text(3.0), lambda v: v.scale),
+    "order of an array": (
+        np.ones((2, 2)),
+        np.asfortranarray(np.ones((2, 2))),
+        lambda v: 2 if v.flags.c_contiguous else 3,
+    ),
+    "size": (torch.Size([2, 3]), torch.Size([2, 4]), lambda v: v.numel()),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_arguments_that_differ(name: str) -> None:
+    first_value, second_value, use = EQUAL[name]
+
+    def make(device: str) -> Scene:
+        return Scene(
+            lambda x, value: x * use(value),
+            arguments=lambda number: (torch.ones(3), first_value if number < NUM_BEFORE else second_value),
+        )
+
+    check_right(make)
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_whether_an_argument_is_a_certain_object(is_list: bool) -> None:
+    def make(device: str) -> Scene:
+        objects = [[1.0], [1.0]] if is_list else [torch.ones(3, device=device) for _ in range(2)]
+        return Scene(
+            lambda x, value: x * (2 if value is objects[0] else 3),
+            arguments=lambda number: (torch.ones(3), objects[number < NUM_BEFORE]),
+        )
+
+    check_right(make)

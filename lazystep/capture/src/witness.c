@@ -1214,14 +1214,18 @@ static int on_operation(Level *level, const Operation *operation)
         if (PyDict_Check(top[-1])) { /* only whether the key is there */
             return find_outside(top[-1]) == NULL ? 0 : tell_void("contains", Py_BuildValue("(OO)", top[-1], top[-2]));
         }
+        if (PyObject_TypeCheck(top[-2], state.tensor) && find_outside(top[-1]) != NULL &&
+            tell_void("hashed", Py_BuildValue("(O)", top[-2])) < 0) {
+            return -1;
+        }
         return look_at(&top[-1]);
     case DO_IS:
         if (PyObject_TypeCheck(top[-2], state.tensor) && PyObject_TypeCheck(top[-1], state.tensor)) {
-            return tell_void("identity", PyTuple_New(0));
+            return tell_void("identity", Py_BuildValue("(OO)", top[-2], top[-1]));
         }
         if (has_state(top[-2]) && has_state(top[-1])) {
             for (int i = 1; i <= 2; i++) {
-                if (is_plain_container(top[-i]) && find_outside(top[-i]) != NULL &&
+                if (is_plain_container(top[-i]) &&
                     tell_void("identified", Py_BuildValue("(O)", top[-i])) < 0) {
                     return -1;
                 }
