@@ -6,7 +6,7 @@ Others may ask for the type of a number. Which expression was in a list or dict 
 from __future__ import annotations
 
 import inspect
-from types import MemberDescriptorType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -71,6 +71,13 @@ def untraced(value: Any, seen: dict[int, tuple[Any, Any]] | None = None) -> Any:
         if all(a is b for a, b in zip(elements, value, strict=True)):
             return value
         return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
+    if isinstance(value, FunctionType) and id(value) not in seen:  # that the call has made, and kept
+        seen[id(value)] = value, value
+        for cell in value.__closure__ or ():
+            place = Place(cell, None, Kind.CELL, "")
+            held = place.get()
+            if (made := untraced(held, seen)) is not held:
+                place.set(made)
     if isinstance(value, (dict, list)) and id(value) not in seen:
         seen[id(value)] = value, value.copy()
         for key, element in list(value.items() if isinstance(value, dict) else enumerate(value)):
