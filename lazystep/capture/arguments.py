@@ -6,6 +6,7 @@ equal plain values. Floats may vary within a kind, because they are inputs of th
 
 from __future__ import annotations
 
+import decimal
 import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from .values import describe, is_simple
 # tree.
 Structure = int | pytree.TreeSpec
 Kind = tuple[Any, ...]
+_INEXACT = (complex, frozenset, decimal.Decimal, range)  # of which equal ones may differ
 
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, float, int, bool, str, type(None)))
 
@@ -128,17 +130,32 @@ def _kind(leaf: Any, handle: Handle | None, first: int) -> Hashable:
         return None if handle is None else handle.type.at(0), leaf.requires_grad, first, *leaf.__dict__
     if type(leaf) is float:
         return (float,)
-    if type(leaf) is complex:
-        return complex, repr(leaf)  # 0j and -0j are equal
+    if type(leaf) in _INEXACT or isinstance(leaf, np.generic):
+        return type(leaf), _exact(leaf)
+    if is_simple(leaf) and getattr(leaf, "__dict__", None):
+        return type(leaf), id(leaf), leaf  # a text with attributes, say
     try:
         hash(leaf)
     except TypeError:
         if isinstance(leaf, np.ndarray):
             # By its contents: nothing else shows that an array was written in place.
             digest = hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest()
-            return type(leaf), leaf.dtype.str, leaf.shape, digest
+            return type(leaf), leaf.dtype.str, leaf.shape, leaf.flags.num, digest
         return type(leaf), id(leaf)
     return type(leaf), leaf
+
+
+def _exact(leaf: Any) -> Hashable:
+    """What is equal only if a value is: 0j and -0j are equal, and so are 1 and True in a set."""
+    if isinstance(leaf, frozenset):
+        return tuple((type(element), _exact(element)) for element in leaf)
+    if isinstance(leaf, np.generic):
+        return leaf.dtype.str, leaf.tobytes()
+    if isinstance(leaf, decimal.Decimal):
+        return leaf.as_tuple()
+    if isinstance(leaf, range):
+        return leaf.start, leaf.stop, leaf.step
+    return repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 
 
 def differ_in_sizes(old: Kind, new: Kind) -> bool:

@@ -55,9 +55,10 @@ class CallClass(enum.IntEnum):
     SIZE = 10  # as PASS, but at no more than its length or keys
     CALLING = 11  # as MOVE, and calls the first of its arguments
     SORTING = 12  # as MOVE, and compares or adds elements; may call an argument that is not the first
+    KINDS = 13  # as IGNORE, but the second argument is a class or a tuple of classes, which is looked at
 
 
-_IGNORE = {isinstance, issubclass, callable, id, super, globals, locals, hash, print, weakref.ref}
+_IGNORE = {callable, super, globals, locals, print, weakref.ref}
 _IGNORE |= {sys.exc_info, _thread.allocate_lock}
 # What they do does not happen in a replay. What they return says nothing.
 _EFFECTS = {gc.collect, gc.enable, gc.disable, gc.freeze, gc.unfreeze, dir}
@@ -90,6 +91,7 @@ _STATEFUL_MODULES = frozenset(
 _IGNORE |= {functools.partial, property, staticmethod, classmethod, types.MethodType, _thread.get_ident}
 _PASS = {list, tuple, dict, iter, zip, enumerate, reversed}
 _COMPARING = ("index", "count", "remove", "__eq__", "__contains__")
+_HASHING = ("fromkeys", "add", "discard")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _GETATTR = {getattr, hasattr, object.__getattribute__, type.__getattribute__}
 _SETATTR = {setattr, delattr, object.__setattr__, object.__delattr__}
@@ -220,7 +222,7 @@ def answer_of(function: Any, args: tuple[Any, ...]) -> Any:
 
 def is_asking(name: str) -> bool:
     """Whether a Python function of this name returns a setting, and does little else."""
-    return name == "__get__" or name.startswith(_ASKING) or name.endswith("enabled")
+    return name in ("__get__", "__hash__") or name.startswith(_ASKING) or name.endswith("enabled")
 
 
 def may_tell_state(function: Any) -> bool:
@@ -330,8 +332,10 @@ def classify(function: Any) -> CallClass:
         return CallClass.TYPE_OF
     if tells_state(function):
         return CallClass.TOLD
-    if getattr(function, "__name__", "") in ("__instancecheck__", "__subclasscheck__", "__get__", "__hash__"):
+    if getattr(function, "__name__", "") in ("__instancecheck__", "__subclasscheck__", "__get__"):
         return CallClass.IGNORE
+    if getattr(function, "__name__", "") == "__hash__":
+        return CallClass.MOVE  # a tuple's is made of all that is in it
     owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
     kind = owner if isinstance(owner, type) else type(owner)
     if (
@@ -349,7 +353,7 @@ def classify(function: Any) -> CallClass:
         return CallClass.SIZE
     if name == "sort":
         return CallClass.SORTING
-    return CallClass.MOVE if name in _COMPARING else CallClass.PASS
+    return CallClass.MOVE if name in _COMPARING or name in _HASHING else CallClass.PASS
 
 
 _TOLD_TYPES = (
@@ -382,6 +386,7 @@ _SORTING |= {bisect.bisect_left, bisect.bisect_right, bisect.insort_left, bisect
 _WARNING = {warnings.warn, warnings.warn_explicit}
 _ABSTRACT = {_abc._abc_instancecheck, _abc._abc_subclasscheck}
 _TOLD = _ABSTRACT | {
+    id,
     operator.is_,
     operator.is_not,
     vars,
@@ -394,6 +399,8 @@ _CLASSES = (
     (_SORTING, CallClass.SORTING),
     (_PASS, CallClass.PASS),
     ({len}, CallClass.SIZE),
+    ({hash}, CallClass.MOVE),
+    ({isinstance, issubclass}, CallClass.KINDS),
     (_GETATTR, CallClass.GETATTR),
     (_SETATTR, CallClass.SETATTR),
     (_GETITEM, CallClass.GETITEM),

@@ -75,8 +75,8 @@ class CallsOfC:
     def _called(self, function: Any, args: tuple[Any, ...], frame: types.FrameType) -> None:
         testimony = self._testimony
         if function is vars:
-            if args and isinstance(args[0], type) and _witness.is_outside(args[0]):
-                self._objects.whole_class(args[0])
+            if args and _witness.is_outside(args[0]):
+                self._objects.read_attribute(args[0], "__dict__", frame)
         elif c_calls.asks_for_offset(function):
             tensor = args[0] if args else getattr(function, "__self__", None)
             handle = find_handle(tensor)
@@ -110,9 +110,14 @@ class CallsOfC:
             if not self._owners.is_foreign(args[0].__module__):  # others may be registered
                 testimony.told[abc.get_cache_token, ()] = abc.get_cache_token()
         elif function in (operator.is_, operator.is_not):
+            if len(args) == 2 and all(isinstance(arg, torch.Tensor) for arg in args):
+                self._objects.compared(*args)
             for arg in args:
-                if _witness.is_outside(arg):
+                if not isinstance(arg, torch.Tensor):
                     self._objects.identified(arg)
+        elif function is id:
+            if is_called_by_the_user(frame, ()):
+                self._objects.asked_for_id(args[0])
         elif c_calls.is_scripted(function):  # a method that is kept without its module
             self._objects.refuse_scripted()
         elif c_calls.is_warning(function):
@@ -205,9 +210,8 @@ class CallsOfC:
     def _read_whole(self, place: Place, names: tuple[str, ...]) -> None:
         value = place.get()
         self._testimony.note(place)
-        if place in self._testimony.writes:
-            return  # what the call itself has put there is its own
-        self._objects.meet(value, place)
+        if not self._objects.meet(value, place):
+            return
         if isinstance(value, types.ModuleType):
             if not self._owners.is_foreign(value.__name__):
                 for name in (name for name in names if name in value.__dict__):

@@ -20,6 +20,7 @@ from ..record.tensor import HAS_GRADIENT, HAS_HOOKS, find_handle, gradient_flags
 from ._places import Plan, dict_of_class, is_same
 from .ambient import hooks_of_all, hooks_of_tensors, modes
 from .c_calls import answer_of
+from .place_finder import dict_of
 from .places import MISSING, Kind, Place
 from .surroundings import Found, Surroundings, TensorFacts, detail_of
 from .testimony import Testimony
@@ -164,7 +165,9 @@ class Guards:
         if first != number and is_tensor:  # one tensor in two places: it stays one
             check, expected, is_output = Check.SAME_AS, first, False
             self.outputs[place] = self.outputs[self._places[first]]
-        self._rows.append((get, check, is_output, parent, container, place.key, expected))
+        # An object is that object with its class and its dict.
+        key = dict_of(container) if get is Get.TYPE_OF and not is_path else place.key
+        self._rows.append((get, check, is_output, parent, container, key, expected))
         self._places.append(place)
         self._numbers[place] = number
         if first != number and is_container:  # so does one list
@@ -182,8 +185,10 @@ class Guards:
 
         A number that is written into one list is not what a replay reads from another, unless they are one.
         """
-        for place in testimony.identified_places:
-            self._add_again(place, Check.IS, self._before[place].value)
+        identified = {id(self._before[place].value) for place in testimony.identified_places}
+        for place in {**testimony.reads, **dict.fromkeys(testimony.identified_places)}:
+            if id(self._before[place].value) in identified:  # in this place, too
+                self._add_again(place, Check.IS, self._before[place].value)
         by_key: dict[Any, dict[Place, None]] = {}
         for place in testimony.used_places():
             if type(place.container) is Place and place.kind is Kind.ITEM:

@@ -26,6 +26,7 @@ from .code_owners import CodeKind, CodeOwners, is_torchs
 from .outside import Outside
 from .place_finder import PlaceFinder, dict_of, is_of_module, is_of_python, look_up, names_of
 from .places import MISSING, Kind, Place
+from .surroundings import Surroundings
 from .testimony import FOLLOW, OUTSIDE, Testimony
 from .values import BUFFERS, CONTAINERS, GENERATORS, MAX_COMPARED, is_simple, keys_of
 
@@ -44,12 +45,14 @@ class Objects:
     def __init__(
         self,
         testimony: Testimony,
+        before: Surroundings,
         finder: PlaceFinder,
         classes: Classes,
         owners: CodeOwners,
         outside: Outside,
     ) -> None:
         self._testimony = testimony
+        self._before = before
         self._finder = finder
         self._places = finder.places
         self._classes = classes
@@ -61,12 +64,17 @@ class Objects:
 
     # -- meeting -------------------------------------------------------------------------------------------
 
-    def meet(self, value: Any, place: Place | None) -> None:
-        """Count an object as outside. `place`: where it was found."""
+    def meet(self, value: Any, place: Place | None) -> bool:
+        """Count an object as outside, unless it is the call's own; whether it is outside.
+
+        `place`: where it was found.
+        """
+        if place is not None and self._is_put(value, place):
+            return False
         if isinstance(value, types.MethodType):
             self.meet(value.__func__, None)
             self.meet(value.__self__, None)
-            return
+            return True
         is_bound = isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType))
         if is_bound and not isinstance(value.__self__, types.ModuleType):
             self.meet(value.__self__, None)
@@ -89,16 +97,27 @@ class Objects:
         elif c_calls.is_scripted(value):  # kept without its module; its `__call__` may be Python's
             self.refuse_scripted()
         self._classes.meet(value, place)
+        return True
+
+    def _is_put(self, value: Any, place: Place) -> bool:
+        """Whether the call itself has put an object into a place.
+
+        C code may have done so, unseen. And a write may have been ignored, by a `__setattr__` of the user's.
+        """
+        is_written = place in self._testimony.writes
+        if place not in self._before:
+            return is_written  # not known: a later call looks closer
+        if place.kind in (Kind.ATTRIBUTE, Kind.WEAK, Kind.TYPE):  # which may make an object at each read
+            return is_written and self._before[place].value is not value
+        return self._before[place].value is not value
 
     def note_and_meet(self, place: Place, value: Any, is_deep: bool = True) -> None:
         """C code looks at what is in a place."""
         self._testimony.note(place)
-        if place in self._testimony.writes:
-            return  # what the call itself has put there is its own
-        self._testimony.pinned.add(place)
-        self.meet(value, place)
-        if is_deep and isinstance(value, (*CONTAINERS, *BUFFERS, frozenset)):
-            self.whole(value)
+        if self.meet(value, place):
+            self._testimony.pinned.add(place)
+            if is_deep and isinstance(value, (*CONTAINERS, *BUFFERS, frozenset)):
+                self.whole(value)
 
     def enter_function(self, function: types.FunctionType) -> None:
         """A function of the user's runs that the call did not make."""
@@ -111,8 +130,7 @@ class Objects:
             defaults = getattr(function, name)
             place = self._places.at(function, name, Kind.ATTRIBUTE)
             self._testimony.note(place)
-            if defaults and place not in self._testimony.writes:  # else they are the call's own
-                self.meet(defaults, place)
+            if defaults and self.meet(defaults, place):
                 self.whole(defaults)
 
     def enter_partial(self, partial: Any, is_outside: bool) -> bool:
@@ -357,11 +375,34 @@ class Objects:
         else:
             self.moved(value)
 
-    def identified(self, container: Any) -> None:
-        """Whether a container is a certain object is asked: an equal one is not as good."""
-        place = self._finder.origin_of(container)
-        if place is not None:
+    def identified(self, value: Any) -> None:
+        """Whether a container or a tensor is a certain object is asked: an equal one is not as good."""
+        _, place = self._finder.tensors.get(id(value), (None, self._finder.origin_of(value)))
+        if place is not None and place.kind is not Kind.WEAK:
             self._testimony.identified_places.add(place)
+        if id(value) in self._outside.given:
+            self._testimony.refuse(
+                f"it asks which {type(value).__name__} an argument is at {user_line(2)}; ask outside"
+            )
+
+    def asked_for_id(self, value: Any) -> None:
+        """Code asks for the id of an object, or has it as a key."""
+        self.identified(value)
+        if id(value) in self._outside.arguments:
+            self._testimony.refuse(
+                f"it asks for the id of an argument, a tensor, or uses it as a key, at {user_line(2)}; ask "
+                "outside, or keep the tensor in an attribute"
+            )
+
+    def compared(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Whether two tensors are one is asked."""
+        self._testimony.compares_tensors = True
+        is_given = [id(tensor) in self._outside.arguments for tensor in (left, right)]
+        is_met = [id(tensor) in self._finder.tensors for tensor in (left, right)]
+        if any(is_given) and any(is_met):  # of two arguments, their kind tells
+            self._testimony.refuse(
+                f"it asks whether an argument is a certain tensor at {user_line(2)}; ask outside"
+            )
 
     def taken(self, iterator: Any) -> None:
         """Something is taken from an iterator that the call did not make."""

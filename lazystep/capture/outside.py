@@ -20,6 +20,7 @@ class Outside:
 
     def __init__(self) -> None:
         self.arguments: set[int] = set()  # ids of tensors among the arguments
+        self.given: set[int] = set()  # ids of lists and dicts among the arguments
         self.weak: set[int] = set()  # ids of objects that were found by a weak reference
         self._kept: list[Any] = []
         self._met_ids: set[int] = set()

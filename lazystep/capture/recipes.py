@@ -65,7 +65,7 @@ class Recipes:
         self._as_left: Callable[[Any], Any] = call.as_left
         for number, leaf in enumerate(call.leaves):
             self._add(leaf, number)
-        for place in call.testimony.reads:
+        for place in call.testimony.places_with_values():
             self._add(call.before[place].value, place)
         # Places that recipes read. State can move from place to place, so all are read when a replay begins,
         # before any place is overwritten.

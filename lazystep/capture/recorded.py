@@ -26,8 +26,9 @@ from ..record.source import user_line
 from ..record.tensor import find_handle
 from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
-from .arguments import Structure, put_together
+from .arguments import Structure
 from .changes import Effect, describe_change, find_difference, find_effects
+from .given_containers import GivenContainers
 from .guards import Guards, ambient
 from .lasting import LastingReads
 from .op_numbers import OpNumbers, find_counts
@@ -64,6 +65,7 @@ class RecordedCall:
         function: Callable[..., Any],
         leaves: list[Any],
         structure: Structure,
+        given: GivenContainers,
         context: DeviceContext,
         places: Places,
         is_witnessed: bool = True,
@@ -84,6 +86,7 @@ class RecordedCall:
         self.moved_counts: dict[Handle, Expression] = {}
         self.effects: list[Effect] = []
         self._function = function
+        self._given = given
         self._context = context
         self.before = Surroundings(places if is_witnessed else ())
         self.testimony = Testimony(places)
@@ -131,9 +134,12 @@ class RecordedCall:
 
     def _run_unobserved(self, structure: Structure) -> None:
         """Another thread's call is being observed: this one runs as it is, and nothing is learned from it."""
-        args, kwargs = put_together(self.leaves, structure)
         self.disturbance = _DISTURBED
-        self.result = self._function(*args, **kwargs)
+        try:
+            args, kwargs = self._given.fill(self.leaves, structure)
+            self.result = self._function(*args, **kwargs)
+        finally:
+            self._given.take_back()
         runtime.flush(self._context)
 
     def _run_observed(self, structure: Structure) -> None:
@@ -146,10 +152,10 @@ class RecordedCall:
             else leaf
             for number, leaf in enumerate(self.leaves)
         ]
-        args, kwargs = put_together(traced, structure)
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
         self._random.begin()
         try:
+            args, kwargs = self._given.fill(traced, structure)
             self._call(tuple(args), kwargs)
         except BaseException:
             runtime.flush()  # what is recorded has tags in it, and only this object knows the numbers
@@ -169,17 +175,26 @@ class RecordedCall:
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self.is_witnessed:
-            self.result = self._function(*args, **kwargs)
+            try:
+                self.result = self._function(*args, **kwargs)
+            finally:
+                self._given.take_back()
             return
         roots = [leaf for leaf in self.leaves if not is_simple(leaf)]
         try:
             numbers = OpNumbers(self.trace, self.counts)
             self.moved_counts = numbers.moved
             with numbers:
-                self.result = self._witness.run(self._function, args, dict(kwargs), roots)
+                self.result = self._witness.run(
+                    self._function, args, dict(kwargs), roots, self._given.containers
+                )
+            if changed := self._given.take_back():
+                self._refuse(f"it changes an argument, a {changed}, which a replay would not; change a copy")
             self.after = self._look_after()
         finally:
+            self._given.take_back()
             self._numbers.put_plain(self.testimony)
+            self._given.put_plain()
 
     def _look_after(self) -> Surroundings:
         """What is in all places now. The gradients of leaves are places that backward writes."""
@@ -283,6 +298,8 @@ class RecordedCall:
         """Remember which objects that the call leaves behind were there before it."""
         if self._witness.is_outside(value):
             self._outside.append(value)
+            if not is_simple(value) and not isinstance(value, torch.Tensor):
+                self._witness.identified(value)  # a replay puts this very object there
         elif isinstance(value, (list, tuple, dict)):
             for part in value.values() if isinstance(value, dict) else value:
                 self._note_outside(part)

@@ -96,7 +96,7 @@ class Replay:
         drawn_at = {draw.handle: n for n, draw in enumerate(call.draws)}
         arguments = {h: n for n, v in enumerate(call.leaves) if (h := find_handle(v)) is not None}
         places: dict[Handle, list[Place]] = {}
-        for place in call.testimony.reads:
+        for place in call.testimony.places_with_values():
             facts = call.before[place].detail
             if isinstance(facts, TensorFacts) and facts.handle is not None:
                 places.setdefault(facts.handle, []).append(place)
@@ -174,7 +174,7 @@ class Replay:
             place = next(
                 (
                     place
-                    for place in call.testimony.reads
+                    for place in call.testimony.places_with_values()
                     if isinstance(facts := call.before[place].detail, TensorFacts) and facts.handle == handle
                 ),
                 None,

@@ -30,9 +30,9 @@ from .arguments import (
     differ_in_sizes,
     kind_difference,
     kind_of,
-    put_together,
     take_apart,
 )
+from .given_containers import GivenContainers
 from .outline import Outline
 from .place_finder import STEPS_KEY
 from .places import Places
@@ -156,8 +156,12 @@ class Step(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Record or replay one step and queue it. Does not wait for values. Raises as `mark_step` does."""
         if observer.current() is not None:  # inside another captured step, which records it
-            own_args, own_kwargs = put_together(*take_apart(args, kwargs))
-            return self._function(*own_args, **own_kwargs)
+            inner = GivenContainers(args, kwargs)
+            try:
+                own_args, own_kwargs = inner.fill(*take_apart(args, kwargs))
+                return self._function(*own_args, **own_kwargs)
+            finally:
+                inner.take_back()
         observer.wait_for_other_threads()
         structure: Structure
         taken = None if kwargs else take_arguments(args)
@@ -170,6 +174,7 @@ class Step(Generic[P, R]):
         runtime.flush()
         captures = self._captures_of(kind)
         result: R
+        given = GivenContainers(args, kwargs)
         moved: MovedArguments | None = None
         for replay in captures.replays:
             values = replay.guards.hold()
@@ -177,7 +182,7 @@ class Step(Generic[P, R]):
                 continue
             if self._is_audit_due(replay):
                 moved = MovedArguments(args, kwargs, leaves, structure)
-                result = self._audit(captures, replay, values, leaves, structure, context)
+                result = self._audit(captures, replay, values, leaves, structure, given, context)
                 break
             is_done, result = replay.run(leaves, values, context)
             if is_done:
@@ -186,7 +191,7 @@ class Step(Generic[P, R]):
                 break
         else:
             moved = MovedArguments(args, kwargs, leaves, structure)
-            result = self._record(captures, leaves, structure, context)
+            result = self._record(captures, leaves, structure, given, context)
         finish_step(context)
         if moved is not None and self._last_program is not None:
             (inputs, written), self._last_program = self._last_program, None
@@ -218,13 +223,18 @@ class Step(Generic[P, R]):
     # -- recording -----------------------------------------------------------------------------------
 
     def _record(
-        self, captures: _Captures, leaves: list[Any], structure: Structure, context: DeviceContext
+        self,
+        captures: _Captures,
+        leaves: list[Any],
+        structure: Structure,
+        given: GivenContainers,
+        context: DeviceContext,
     ) -> R:
         changed = captures.replays[0].difference(leaves) if captures.replays else ""
         hindrance = obstacle()
         is_witnessed = not hindrance and not captures.num_to_skip
         new_arguments = captures.new_arguments(leaves) if is_witnessed else None
-        call = self._record_once(captures, leaves, structure, context, is_witnessed, new_arguments)
+        call = self._record_once(leaves, structure, given, context, is_witnessed, new_arguments)
         result: R = call.result
         call.drop_tensors()
         if hindrance:
@@ -363,9 +373,9 @@ class Step(Generic[P, R]):
 
     def _record_once(
         self,
-        captures: _Captures,
         leaves: list[Any],
         structure: Structure,
+        given: GivenContainers,
         context: DeviceContext,
         is_witnessed: bool,
         new_arguments: Collection[Handle] | None,
@@ -373,7 +383,7 @@ class Step(Generic[P, R]):
         self.num_recorded += 1
         metrics.count("step_calls_recorded")
         call = RecordedCall(
-            self._function, leaves, structure, context, self._places, is_witnessed, new_arguments
+            self._function, leaves, structure, given, context, self._places, is_witnessed, new_arguments
         )
         if call.program is not None:
             executable = call.program.variant.executable
@@ -415,13 +425,14 @@ class Step(Generic[P, R]):
         values: list[Any],
         leaves: list[Any],
         structure: Structure,
+        given: GivenContainers,
         context: DeviceContext,
     ) -> R:
         """Record the call, which always gives the right result, and compare it with the replay."""
         predicted = replay.predict(leaves, values)
         start = time.perf_counter()
         # Whatever it reads is right in this call; `changed_value` has looked whether a replay may rest on it.
-        call = self._record_once(captures, leaves, structure, context, is_witnessed=False, new_arguments=())
+        call = self._record_once(leaves, structure, given, context, is_witnessed=False, new_arguments=())
         seconds = time.perf_counter() - start
         metrics.count("captures_audited")
         result: R = call.result

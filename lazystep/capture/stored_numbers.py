@@ -6,7 +6,7 @@ Others may ask for the type of a number. Which expression was in a list or dict 
 from __future__ import annotations
 
 import inspect
-from types import MemberDescriptorType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class StoredNumbers:
             _put_plain(access, owner, key)
         for place in {**testimony.writes, **testimony.structures}:
             value = place.get()
-            made = _untraced(value, self._copies)
+            made = untraced(value, self._copies)
             # An object in no place of its own, such as a tuple of arguments, was made for this call.
             if made is not value and place.kind is not Kind.OBJECT:
                 place.set(made)
@@ -58,22 +58,30 @@ def _put_plain(access: int, owner: Any, key: Any) -> None:
         place.set(plain(value))
 
 
-def _untraced(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+def untraced(value: Any, seen: dict[int, tuple[Any, Any]] | None = None) -> Any:
     """`value` with plain numbers in place of traced ones. Lists and dicts are changed in place, each once.
 
     `seen` gets each of them by its id, and a copy of what it was.
     """
+    seen = {} if seen is None else seen
     if is_traced(value):
         return plain(value)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        elements = [_untraced(element, seen) for element in value]
+        elements = [untraced(element, seen) for element in value]
         if all(a is b for a, b in zip(elements, value, strict=True)):
             return value
         return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
+    if isinstance(value, FunctionType) and id(value) not in seen:  # that the call has made, and kept
+        seen[id(value)] = value, value
+        for cell in value.__closure__ or ():
+            place = Place(cell, None, Kind.CELL, "")
+            held = place.get()
+            if (made := untraced(held, seen)) is not held:
+                place.set(made)
     if isinstance(value, (dict, list)) and id(value) not in seen:
         seen[id(value)] = value, value.copy()
         for key, element in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            made = _untraced(element, seen)
+            made = untraced(element, seen)
             if made is not element:
                 value[key] = made
     return value

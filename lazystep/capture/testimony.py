@@ -54,6 +54,10 @@ class Testimony:
         self.structures[place] = None
         self.note(place)
 
+    def places_with_values(self) -> list[Place]:
+        """The places whose tensors a replay reads: not those that are compared without a look inside."""
+        return [place for place in self.reads if place not in self.present and place not in self.shallow]
+
     def used_places(self) -> dict[Place, None]:
         """All places that the call has read or written."""
         return {**self.reads, **self.writes}

@@ -228,7 +228,13 @@ def _binary(symbol: str, left: Any, right: Any) -> Any:
         if not _is_number(right if is_traced(left) else left):
             return NotImplemented
         return _BINARY[symbol](pinned(left), pinned(right))
-    value = _BINARY[symbol](plain(left), plain(right))
+    try:
+        value = _BINARY[symbol](plain(left), plain(right))
+    except ArithmeticError:  # other numbers may not raise
+        pinned([left, right])
+        raise
+    if type(value) not in _KINDS:  # complex, as (-1) ** 0.5 is
+        pinned([left, right])
     return _trace_of(left, right).number(value, (symbol, expression_of(left), expression_of(right)))
 
 
@@ -312,7 +318,11 @@ def following(function: Callable[..., Any]) -> Callable[..., Any]:
         traced = next((arg for arg in args if is_traced(arg)), None)
         if traced is None or not is_plain:
             return function(*map(pinned, args), **{key: pinned(value) for key, value in kwargs.items()})
-        value = function(*map(plain, args))
+        try:
+            value = function(*map(plain, args))
+        except Exception:  # other numbers may not raise
+            pinned(list(args))
+            raise
         if type(value) not in (int, float):  # the answer to a question, such as `isnan`
             return function(*map(pinned, args))
         return traced.trace.number(value, ("call", name, *map(expression_of, args)))
@@ -336,8 +346,11 @@ class Writer:
         """The code for an expression: a literal, or the name of a variable that holds its value."""
         if not isinstance(expression, tuple):
             value = expression.value if type(expression) is _Exact else expression
-            is_odd = isinstance(value, float) and not math.isfinite(value)
-            return f"float({str(value)!r})" if is_odd else repr(value)
+            if type(value) is int or (type(value) is float and math.isfinite(value)):
+                return repr(value)
+            name = f"_constant{len(self._scope)}"  # a literal would lose the sign of a NaN
+            self._scope[name] = value
+            return name
         if expression not in self._known:
             head, *operands = expression
             if head in SOURCES:

@@ -129,7 +129,8 @@ class Version:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element is contiguous with any stride, and then has no view as bytes: a clone has.
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 

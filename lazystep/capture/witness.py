@@ -70,13 +70,21 @@ class Witness:
         self._outside = Outside()
         self._finder = PlaceFinder(testimony.places)
         self._classes = Classes(testimony, self._owners, self._outside)
-        self._objects = Objects(testimony, self._finder, self._classes, self._owners, self._outside)
+        self._objects = Objects(testimony, before, self._finder, self._classes, self._owners, self._outside)
         self._calls = CallsOfC(testimony, self._finder, self._objects, self._owners)
         self._threshold: tuple[int, int, int] = (0, 0, 0)
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roots: list[Any]) -> Any:
-        """Call the function and look on. `roots`: objects of its arguments."""
+    def run(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        roots: list[Any],
+        given: list[Any],
+    ) -> Any:
+        """Call the function and look on. `roots`: objects of its arguments. `given`: lists and dicts."""
         self._outside.begin()
+        self._outside.given.update(map(id, given))
         with self._collecting_nothing():
             _witness.begin(self, TracedFloat, TracedInt, torch.Tensor)
             try:
@@ -155,6 +163,8 @@ class Witness:
 
     def returned(self, value: Any) -> None:
         """Code of another package has returned an object that others hold, too."""
+        if isinstance(value, types.ModuleType):  # that `importlib.import_module` has found, say
+            self._testimony.note_shallow(self._places.at(sys.modules, value.__name__, Kind.ITEM))
         if not self._outside.is_made(value):
             self._objects.meet(value, None)
 
@@ -187,6 +197,7 @@ class Witness:
             self._testimony.note(self._places.at(owner, None, Kind.CELL))
             return FOLLOW | OUTSIDE
         if kind == Access.ITEM:
+            self.hashed(key)
             self._testimony.note(self._finder.item(owner, key))
             return FOLLOW | OUTSIDE
         return self._objects.read_attribute(owner, key, sys._getframe(1))
@@ -212,26 +223,42 @@ class Witness:
 
     def met(self, value: Any, kind: int, owner: Any, key: Any) -> None:
         """An object was found in a place, or C code returned it."""
-        reads, writes = self._testimony.reads, self._testimony.writes
         if kind == Access.RESULT:  # of a weak reference or a context variable, say
+            reads = self._testimony.reads
             known = (p for p in reads if p.kind in (Kind.WEAK, Kind.CONTEXT) and p.get() is value)
             self._objects.meet(value, next(known, None))
             return
         place = self._finder.find(kind, owner, key)
-        if place is None or place not in writes:  # else it is the call's own
-            is_there = place is not None and place.get() is value  # and not what a descriptor has made of it
-            self._objects.meet(value, place if is_there else None)
+        is_there = place is not None and place.get() is value  # and not what a descriptor has made of it
+        self._objects.meet(value, place if is_there else None)
 
-    def write(self, kind: int, owner: Any, key: Any) -> None:
-        """A place is about to be written or deleted."""
+    def write(self, kind: int, owner: Any, key: Any, must_be_there: int) -> None:
+        """A place is about to be written or deleted. `must_be_there`: that raises if nothing is there."""
+        if kind == Access.ITEM:
+            self.hashed(key)
+        if kind == Access.ATTRIBUTE and key == "__dict__":
+            self._testimony.refuse(
+                f"it replaces the __dict__ of a {type(owner).__name__}; set its attributes"
+            )
+            self._testimony.writes[self._places.at(owner, key, Kind.ATTRIBUTE)] = None
         place = self._finder.find(kind, owner, key, is_write=True)
         if place is not None:
+            if must_be_there:
+                self._note_presence(place)
             self._testimony.writes[place] = None
 
     def contains(self, container: dict[Any, Any], key: Any) -> None:
         """Whether a dict has a key is asked."""
-        place = self._finder.item(container, key)
-        if place not in self._testimony.reads:
+        self.hashed(key)
+        self._note_presence(self._finder.item(container, key))
+
+    def hashed(self, key: Any) -> None:
+        """A container that the call did not make is asked for a key. A tensor is the key that it is."""
+        if isinstance(key, torch.Tensor):
+            self._objects.asked_for_id(key)
+
+    def _note_presence(self, place: Place) -> None:
+        if place not in self._testimony.used_places():
             self._testimony.note(place)
             if place.get() is not MISSING:
                 self._testimony.present.add(place)
@@ -335,6 +362,6 @@ class Witness:
         """Whether a container is a certain object is asked: an equal one is not as good."""
         self._objects.identified(container)
 
-    def identity(self) -> None:
+    def identity(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Whether two tensors are one is asked."""
-        self._testimony.compares_tensors = True
+        self._objects.compared(left, right)

@@ -106,3 +106,13 @@ def test_draws_on_the_host_are_refused_even_if_they_come_out_equal() -> None:
             masked(torch.ones(2))
     assert torch.equal(torch.get_rng_state(), after)
     assert masked.num_replayed == 0
+
+
+def test_tensor_of_one_element_with_a_stride_of_zero() -> None:
+    box = types.SimpleNamespace(value=torch.tensor(4.0).expand(3))
+    run = captured(lambda x: x * box.value.to(x.device))
+    for number in range(8):
+        if number == 4:
+            box.value = box.value[:1]
+        assert run(torch.ones(3)).tolist() == [4.0] * 3
+    assert run.num_replayed > 3, run.explain()

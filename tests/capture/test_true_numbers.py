@@ -508,3 +508,32 @@ def test_functions_of_math_are_the_same_after_a_call_that_fails() -> None:
 def optimizer_modules() -> dict[str, Any]:
     found = {name: module for name, module in sys.modules.items() if name.startswith("torch.optim.")}
     return {name: module for name, module in found.items() if "_get_value" in vars(module)}
+
+
+def test_sign_of_a_nan() -> None:
+    """A constant of a replay keeps all its bits."""
+
+    def make(device: str) -> Scene:
+        box = types.SimpleNamespace(scale=math.nan)
+        return Scene(lambda x: x * box.scale, lambda: setattr(box, "scale", -math.nan))
+
+    check_replays(make)
+
+
+def test_number_in_a_function_that_the_step_keeps() -> None:
+    """A parameter that an inner function reads gets into its cell without an instruction that writes it."""
+
+    def make_getter(number: float) -> Callable[[], float]:
+        return lambda: number
+
+    def make(device: str) -> Scene:
+        box = types.SimpleNamespace(get=make_getter(2.0))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            number = box.get()
+            box.get = make_getter(number)
+            return x * number
+
+        return Scene(step, kept=lambda: box.get())
+
+    check_right_or_refused(make)

@@ -38,6 +38,12 @@ static Operation common_operation_of(int opcode, int oparg)
     case SET_UPDATE:
     case DICT_MERGE:
     case DICT_UPDATE: DOES(DO_LOOK_INTO, 0);
+    case BUILD_SET: DOES(DO_LOOK_AT, oparg); /* they are hashed */
+    case SET_ADD:
+    case CHECK_EXC_MATCH:
+    case CHECK_EG_MATCH: DOES(DO_LOOK_AT, 1); /* `except` with a tuple of classes */
+    case BUILD_MAP: DOES(DO_BUILD_MAP, oparg);
+    case MAP_ADD: DOES(DO_BUILD_MAP, 1);
     case GET_LEN:
     case MATCH_MAPPING:
     case MATCH_SEQUENCE: DOES(DO_LOOK_OVER, 0);

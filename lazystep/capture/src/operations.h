@@ -44,6 +44,7 @@ enum {
     DO_IS,               /* left, right */
     DO_TRUTH,            /* value */
     DO_LOOK_AT,          /* arg values, with all that is in them */
+    DO_BUILD_MAP,        /* arg pairs of a key, which is hashed, and a value */
     DO_LOOK_INTO,        /* value: its elements */
     DO_LOOK_OVER,        /* value: its length or keys */
     DO_UNPACK,           /* value, into arg variables */

@@ -62,6 +62,16 @@ static int is_same(PyObject *a, PyObject *b)
     return equal;
 }
 
+/* Whether an object's attributes are still in this dict: `object.__dict__ = {}` gives it another one. */
+static int has_dict(PyObject *object, PyObject *dict)
+{
+    if (!PyDict_Check(dict)) {
+        return 1;
+    }
+    PyObject **there = _PyObject_GetDictPtr(object);
+    return there != NULL && *there == dict;
+}
+
 /* The value of a place: a new reference, or NULL without an error if nothing is there. */
 static PyObject *get(const Row *row, PyObject *container)
 {
@@ -151,8 +161,8 @@ static PyObject *get(const Row *row, PyObject *container)
         }
         return value;
     }
-    default:
-        return Py_NewRef((PyObject *)Py_TYPE(container));
+    default: /* TYPE_OF */
+        return has_dict(container, row->key) ? Py_NewRef((PyObject *)Py_TYPE(container)) : NULL;
     }
 }
 
@@ -378,7 +388,9 @@ static int initialize(Plan *plan, PyObject *args, PyObject *kwargs)
             return -1;
         }
         row->container = Py_NewRef(container);
-        row->key = Py_NewRef(key);
+        /* A `__dict__` that a class makes up is none. */
+        int is_made_up = row->get == TYPE_OF && row->container != NULL && !has_dict(row->container, key);
+        row->key = Py_NewRef(is_made_up ? Py_None : key);
         row->expected = Py_NewRef(expected);
         row->output = plan->num_outputs;
         plan->num_outputs += row->is_output;

@@ -16,7 +16,7 @@ typedef struct {
     int is_needed;     /* another row reads or compares its value */
     Py_ssize_t parent; /* the row whose value is the container, or -1 */
     PyObject *container;
-    PyObject *key;
+    PyObject *key;      /* TYPE_OF: the dict of the object's attributes, or None */
     PyObject *expected; /* SAME_AS, UNLIKE: the number of the other row */
     PyObject *keys;     /* KEYS: a tuple */
     Py_ssize_t size;    /* SIZE, KEYS, SAME_AS, UNLIKE */

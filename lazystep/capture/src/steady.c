@@ -251,7 +251,7 @@ static int rows_still_fit(Plan *plan, Watch *watch)
 static int live_still_fits(Plan *plan, Live *live)
 {
     if (live->how == LIVE_TYPE) {
-        return (PyObject *)Py_TYPE(live->object) == live->value;
+        return (PyObject *)Py_TYPE(live->object) == live->value && has_dict(live->object, plan->rows[live->row].key);
     }
     PyObject *value;
     if (live->how == LIVE_ITEM) {

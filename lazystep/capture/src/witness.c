@@ -149,7 +149,8 @@ enum {
     PASS,      /* as MOVE, but it looks at no more than the elements of a container */
     SIZE,      /* as PASS, but at no more than its length or keys */
     CALLING,   /* as MOVE, and calls the first of its arguments */
-    SORTING    /* as MOVE, and compares or adds elements; may call an argument that is not the first */
+    SORTING,   /* as MOVE, and compares or adds elements; may call an argument that is not the first */
+    KINDS      /* as IGNORE, but the second argument is a class or a tuple of classes, which is looked at */
 };
 
 typedef struct {
@@ -332,18 +333,82 @@ static int note_write(int kind, PyObject *owner, PyObject *key, PyObject *value)
     if (find_outside(owner) == NULL || table_find(&state.writes, owner, key, kind) != NULL) {
         return 0;
     }
-    if (tell_void("write", Py_BuildValue("(iOO)", kind, owner, key ? key : Py_None)) < 0 ||
+    /* Deleting what is not there raises, and so does writing behind the end of a list. */
+    int must_be_there = value == NULL || (kind == ITEM && PyList_Check(owner));
+    if (tell_void("write", Py_BuildValue("(iOOi)", kind, owner, key ? key : Py_None, must_be_there)) < 0 ||
         PyList_Append(state.held, owner) < 0 || (key != NULL && PyList_Append(state.held, key) < 0)) {
         return -1;
     }
     return table_add(&state.writes, owner, key, kind, 0) == NULL ? -1 : 0;
 }
 
+static int is_plain_container(PyObject *value)
+{
+    return PyList_Check(value) || PyTuple_Check(value) || PyDict_Check(value);
+}
+
+static int note_moved(PyObject *value, int depth);
+
+static int look_inside(PyObject *value, int depth);
+static int append_to(PyObject *object, void *list) { return PyList_Append(list, object); }
+
+/* What an iterator in C takes from, such as the lists of a `zip`. A generator's frame shows what it takes. */
+static int look_behind(PyObject *iterator, int depth)
+{
+    traverseproc traverse = Py_TYPE(iterator)->tp_traverse;
+    if (traverse == NULL || PyGen_Check(iterator)) {
+        return 0;
+    }
+    PyObject *parts = PyList_New(0);
+    int done = parts == NULL || traverse(iterator, append_to, parts) < 0 ? -1 : look_inside(parts, depth);
+    Py_XDECREF(parts);
+    return done;
+}
+
+/* A container of the call's own is looked at: it may hold outside containers, also in containers inside. */
+static int look_inside(PyObject *value, int depth)
+{
+    if (depth == 0 || !is_plain_container(value)) {
+        return depth != 0 && PyIter_Check(value) ? look_behind(value, depth - 1) : 0;
+    }
+    if (!PyDict_Check(value)) {
+        /* The sink's methods run in between: the list may get shorter, and the element go. */
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
+            PyObject *element = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
+            int done = has_state(element) ? note_moved(element, depth - 1) : 0;
+            Py_DECREF(element);
+            if (done < 0) {
+                return -1;
+            }
+        }
+        return 0;
+    }
+    Py_ssize_t position = 0;
+    PyObject *key, *item;
+    while (PyDict_Next(value, &position, &key, &item)) {
+        PyObject *pair[2] = {Py_NewRef(key), Py_NewRef(item)};
+        int done = 0;
+        for (int i = 0; i < 2; i++) {
+            done = done == 0 && has_state(pair[i]) ? note_moved(pair[i], depth - 1) : done;
+            Py_DECREF(pair[i]);
+        }
+        if (done < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+enum { MAX_DEPTH = 8 }; /* a list may be in itself */
+
 /* All of an outside object was looked at. */
 static int note_whole(PyObject *value)
 {
     Row *row = find_outside(value);
-    if (row == NULL || (row->flags & WHOLE)) {
+    if (row == NULL) {
+        return look_inside(value, MAX_DEPTH);
+    }
+    if (row->flags & WHOLE) {
         return 0;
     }
     row->flags |= WHOLE;
@@ -351,10 +416,13 @@ static int note_whole(PyObject *value)
 }
 
 /* An outside object is passed on: if it is a container or an array, all of it. The sink decides that. */
-static int note_moved(PyObject *value)
+static int note_moved(PyObject *value, int depth)
 {
     Row *row = find_outside(value);
-    if (row == NULL || (row->flags & (WHOLE | MOVED)) || PyObject_TypeCheck(value, state.tensor)) {
+    if (row == NULL) {
+        return look_inside(value, depth);
+    }
+    if ((row->flags & (WHOLE | MOVED)) || PyObject_TypeCheck(value, state.tensor)) {
         return 0;
     }
     row->flags |= MOVED;
@@ -405,11 +473,6 @@ static int pin(PyObject **slot)
     return 0;
 }
 
-static int is_plain_container(PyObject *value)
-{
-    return PyList_Check(value) || PyTuple_Check(value) || PyDict_Check(value);
-}
-
 /* Traced numbers in a container that C code is given, also in containers inside. */
 static int pin_inside(PyObject *value, int depth)
 {
@@ -448,7 +511,7 @@ static int look_at(PyObject **slot)
     if (is_traced(value)) {
         return pin(slot);
     }
-    return has_state(value) ? note_moved(value) : 0;
+    return has_state(value) ? note_moved(value, MAX_DEPTH) : 0;
 }
 
 /* The same where only the length or the keys matter. */
@@ -623,7 +686,9 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
         PyObject *owner = self != NULL ? self : num_args ? args[0] : NULL;
         PyObject **key = self != NULL ? args : args + 1;
         if (owner != NULL && num_args >= (self != NULL ? 1 : 2) && PyDict_Check(owner)) {
-            if (pin(key) < 0) {
+            PyObject **given = key + 1 < args + num_args ? key + 1 : NULL; /* which `setdefault` may store */
+            if (look_at(key) < 0 || (given != NULL && is_traced(*given) &&
+                                     tell_void("stored", Py_BuildValue("(iOO)", ITEM, owner, *key)) < 0)) {
                 return -1;
             }
             return find_outside(owner) != NULL ? read_place(level, ITEM, owner, *key) : 0;
@@ -636,7 +701,7 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
             any |= is_traced(args[i]);
         }
         for (Py_ssize_t i = 0; i < num_args && !any; i++) {
-            if (has_state(args[i]) && note_moved(args[i]) < 0) { /* an array of one number, say */
+            if (has_state(args[i]) && note_moved(args[i], MAX_DEPTH) < 0) { /* an array of one number, say */
                 return -1;
             }
         }
@@ -672,6 +737,11 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
         level->keeps = keeps;
     }
     /* fall through */
+    case KINDS:
+        if (kind == KINDS && num_args > 1 && note_moved(args[1], MAX_DEPTH) < 0) {
+            return -1;
+        }
+    /* fall through */
     case IGNORE:
         expect_result(level, self, args, num_args);
         return 0;
@@ -693,15 +763,19 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
         kind = MOVE;
     }
     level->keeps = kind != PASS && !is_calling; /* what methods return to C code, such as `__len__`, is a plain number */
-    if (self != NULL && (kind == MOVE ? note_moved(self) : kind == PASS   ? note_passed(self)
+    if (self != NULL && (kind == MOVE ? note_moved(self, MAX_DEPTH) : kind == PASS   ? note_passed(self)
                          : kind == SIZE ? note_sized(self)
                                         : note_whole(self)) < 0) {
         return -1;
     }
+    int is_dict = *callable == (PyObject *)&PyDict_Type; /* which hashes keys, if it is given no dict */
     for (Py_ssize_t i = 0; i < num_args; i++) {
         PyObject *value = args[i];
+        if (is_dict && !PyDict_Check(value) && note_moved(value, MAX_DEPTH) < 0) {
+            return -1;
+        }
         if (kind == MOVE || kind == PASS || kind == SIZE) {
-            if ((kind == MOVE ? note_moved(value) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
+            if ((kind == MOVE ? note_moved(value, MAX_DEPTH) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
                 return -1;
             }
             if (kind == MOVE && state.num_ops && (pin(&args[i]) < 0 || pin_inside(args[i], 3) < 0)) {
@@ -860,10 +934,6 @@ static int on_value(Level *level, PyObject **top)
     if ((level->flags & IF_OF_CLASS) && _PyType_Lookup((PyTypeObject *)level->owner, level->key) != value) {
         return 0;
     }
-    /* What the call itself has put there is its own. */
-    if (table_find(&state.writes, level->owner, level->key, kind == METHOD ? ATTRIBUTE : kind) != NULL) {
-        return 0;
-    }
     if ((level->flags & FOLLOW) && (PyFloat_CheckExact(value) || PyLong_CheckExact(value)) && kind != METHOD) {
         PyObject *owner = level->owner, *key = level->key ? level->key : Py_None;
         PyObject *traced = tell("number", Py_BuildValue("(iOOO)", kind, owner, key, value));
@@ -964,7 +1034,7 @@ static int read_item(Level *level, PyObject **slot, PyObject **key)
     if (PyObject_TypeCheck(owner, state.tensor)) {
         return 0; /* an op */
     }
-    if (pin(key) < 0) {
+    if (look_at(key) < 0) { /* all of a tuple: its hash */
         return -1;
     }
     if (find_outside(owner) == NULL) {
@@ -1105,7 +1175,7 @@ static int on_operation(Level *level, const Operation *operation)
         if (PyObject_TypeCheck(owner, state.tensor)) {
             return 0;
         }
-        if (pin(&top[-1]) < 0) {
+        if (look_at(&top[-1]) < 0) {
             return -1;
         }
         PyObject *value = does == DO_WRITE_ITEM ? top[-3] : NULL;
@@ -1144,14 +1214,18 @@ static int on_operation(Level *level, const Operation *operation)
         if (PyDict_Check(top[-1])) { /* only whether the key is there */
             return find_outside(top[-1]) == NULL ? 0 : tell_void("contains", Py_BuildValue("(OO)", top[-1], top[-2]));
         }
+        if (PyObject_TypeCheck(top[-2], state.tensor) && find_outside(top[-1]) != NULL &&
+            tell_void("hashed", Py_BuildValue("(O)", top[-2])) < 0) {
+            return -1;
+        }
         return look_at(&top[-1]);
     case DO_IS:
         if (PyObject_TypeCheck(top[-2], state.tensor) && PyObject_TypeCheck(top[-1], state.tensor)) {
-            return tell_void("identity", PyTuple_New(0));
+            return tell_void("identity", Py_BuildValue("(OO)", top[-2], top[-1]));
         }
         if (has_state(top[-2]) && has_state(top[-1])) {
             for (int i = 1; i <= 2; i++) {
-                if (is_plain_container(top[-i]) && find_outside(top[-i]) != NULL &&
+                if (is_plain_container(top[-i]) &&
                     tell_void("identified", Py_BuildValue("(O)", top[-i])) < 0) {
                     return -1;
                 }
@@ -1178,6 +1252,13 @@ static int on_operation(Level *level, const Operation *operation)
     case DO_LOOK_AT:
         for (int i = arg; i > 0; i--) {
             if (look_at(&top[-i]) < 0) {
+                return -1;
+            }
+        }
+        return 0;
+    case DO_BUILD_MAP:
+        for (int i = arg; i > 0; i--) {
+            if (look_at(&top[-2 * i]) < 0) {
                 return -1;
             }
         }
