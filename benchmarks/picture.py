@@ -111,7 +111,7 @@ def draw(halves: Mapping[str, Numbers], link: str) -> None:
         axes.set_title(f"{name}: a step of rank 0 of 2, {link}", fontsize=9, loc="left")
     found[-1].set_xlabel("ms since the start of the step")
     patches: list[Any] = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
-    found[0].legend(handles=patches, frameon=False, fontsize=8, ncols=4, loc="lower right")
+    figure.legend(handles=patches, frameon=False, fontsize=8, ncols=5, loc="outside lower center")
     figure.savefig(PICTURE, facecolor="white", metadata={"Date": None})
 
 
