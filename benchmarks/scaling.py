@@ -309,7 +309,11 @@ def timeline_table(timelines: Mapping[str, Timeline]) -> Table:
         for variant, timeline in timelines.items()
     ]
     columns = ["variant", "until each bucket, ms", "rest, ms", "update of each bucket, ms", "all, ms"]
-    return Table("The timeline of a rank that sends nothing, with 2 at once", columns, rows)
+    note = (
+        "Behind a wait, a lazy step updates the bucket and goes on with backward until the next launch. "
+        "Both are in the column of updates."
+    )
+    return Table("The timeline of a rank that sends nothing, with 2 at once", columns, rows, note)
 
 
 def run(is_quick: bool) -> Report:

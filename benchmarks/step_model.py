@@ -90,6 +90,8 @@ def overlapped(timeline: Timeline, reduce: Reduce) -> float:
 
 def in_backward(timeline: Timeline, reduce: Reduce, num_ahead: int) -> float:
     """The seconds of a step that waits for a bucket, and updates it, when `num_ahead` more are launched."""
+    if not timeline.buckets:
+        return timeline.rest
     now = free = 0.0
     found: list[float] = []
     for number, bucket in enumerate(timeline.buckets):
