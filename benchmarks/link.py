@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -30,22 +31,36 @@ class End:
 LOOPBACK = [End([], "127.0.0.1", "lo"), End([], "127.0.0.1", "lo")]
 
 
-def _run(*command: str) -> None:
+_TOKEN = "lazystep"  # a namespace's name begins with it, and goes on with the process that has made it
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         raise LinkError(f"`{' '.join(command)}`: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def _remove_leftovers() -> None:
+    """Remove the namespaces of processes that are gone. Their links go with them."""
+    for line in _run("ip", "netns", "list").splitlines():
+        found = re.match(rf"({_TOKEN}(\d+)-\w+)\b", line)
+        if found and not os.path.exists(f"/proc/{found[2]}"):
+            with contextlib.suppress(LinkError):
+                _run("ip", "netns", "del", found[1])
 
 
 @contextlib.contextmanager
 def limited(gigabits: float, num_ends: int = 2) -> Iterator[list[End]]:
     """Ends that send with this rate each. Two are joined directly, more by a bridge, which limits nothing.
 
-    The `with` block's end removes all of it.
+    The `with` block's end removes all of it. What a killed benchmark has left is removed before.
     """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LinkError(f"no `{tool}` on this machine")
-    token = f"lazystep{os.getpid()}"
+    _remove_leftovers()
+    token = f"{_TOKEN}{os.getpid()}"
     names = [f"{token}-{number}" for number in range(num_ends)]
     interfaces = [f"lz{os.getpid() % 100000}e{number}" for number in range(num_ends)]
     made: list[str] = []

@@ -25,7 +25,13 @@ from benchmarks.timing import serve
 
 PORT = 29711
 PICTURE = Path(__file__).parents[1] / "docs" / "distributed.svg"
-COLORS = {"compute": "#2e6fbb", "wait": "#dddddd", "update": "#5b9e6f", "reduction": "#d08770"}
+COLORS = {
+    "forward, backward": "#2e6fbb",
+    "wait": "#dddddd",
+    "update, then backward": "#5b9e6f",
+    "update": "#a3be8c",
+    "reduction": "#d08770",
+}
 Numbers = Mapping[str, float]
 
 
@@ -69,11 +75,13 @@ def record(tier: str, port: int) -> tuple[str, Numbers]:
 def lanes(numbers: Numbers) -> Iterator[tuple[int, str, float, float]]:
     """The lane, kind, start and length of each bar. Lane 0 is the executor."""
     num_buckets = sum(name.startswith("launch") for name in numbers)
+    last_launch = max(numbers[f"launch {bucket}"] for bucket in range(num_buckets))
     now = 0.0
     for bucket in range(num_buckets):
         arrival = numbers[f"arrival {bucket}"]
         waiting = arrival - numbers[f"waited {bucket}"]
-        yield 0, "update" if bucket else "compute", now, waiting - now
+        kind = "update" if now > last_launch else "update, then backward"
+        yield 0, kind if bucket else "forward, backward", now, waiting - now
         yield 0, "wait", waiting, arrival - waiting
         launch = numbers[f"launch {bucket}"]
         yield bucket + 1, "reduction", launch, arrival - launch
@@ -103,7 +111,7 @@ def draw(halves: Mapping[str, Numbers], link: str) -> None:
         axes.set_title(f"{name}: a step of rank 0 of 2, {link}", fontsize=9, loc="left")
     found[-1].set_xlabel("ms since the start of the step")
     patches: list[Any] = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
-    found[0].legend(handles=patches, frameon=False, fontsize=8, ncols=4, loc="lower right")
+    figure.legend(handles=patches, frameon=False, fontsize=8, ncols=5, loc="outside lower center")
     figure.savefig(PICTURE, facecolor="white", metadata={"Date": None})
 
 

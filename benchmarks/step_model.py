@@ -2,9 +2,10 @@
 
 A rank computes the gradients of its buckets one after the other. A bucket's reduction begins when its last
 gradient is there and the reduction before it has ended: reductions share one link, so two at once are not
-faster. Then the parameters are updated, all of them behind the last reduction (`plain`), or each bucket
-behind its own (`overlapped`). The model has no noise and no slow rank, and its network takes no processor
-time.
+faster. Then the parameters are updated: all of them behind the last reduction (`plain`), each bucket
+behind its own when backward has ended (`overlapped`), or each bucket behind its own in the middle of
+backward, when so many more have been launched (`in_backward`). The model has no noise and no slow rank, and
+its network takes no processor time.
 """
 
 from __future__ import annotations
@@ -84,6 +85,25 @@ def overlapped(timeline: Timeline, reduce: Reduce) -> float:
     now = timeline.compute
     for bucket, arrival in zip(timeline.buckets, arrivals(timeline, reduce), strict=True):
         now = max(now, arrival) + bucket.update
+    return now
+
+
+def in_backward(timeline: Timeline, reduce: Reduce, num_ahead: int) -> float:
+    """The seconds of a step that waits for a bucket, and updates it, when `num_ahead` more are launched."""
+    if not timeline.buckets:
+        return timeline.rest
+    now = free = 0.0
+    found: list[float] = []
+    for number, bucket in enumerate(timeline.buckets):
+        now += bucket.compute
+        free = max(free, now) + reduce(bucket.num_bytes)
+        found.append(free)
+        if number == len(timeline.buckets) - 1:
+            now += timeline.rest
+        if number >= num_ahead:
+            now = max(now, found[number - num_ahead]) + timeline.buckets[number - num_ahead].update
+    for number in range(max(len(found) - num_ahead, 0), len(found)):
+        now = max(now, found[number]) + timeline.buckets[number].update
     return now
 
 

@@ -47,24 +47,20 @@ class Lasting(NamedTuple):
 class LastingReads:
     """The reads of one recorded call."""
 
-    def __init__(
-        self,
-        new_arguments: Collection[Handle] | None,
-        is_drawn: Callable[[Handle], bool],
-        is_traced: Callable[[Number], bool],
-    ) -> None:
-        """`new_arguments`: of this call, which the next one may not have; None if no value may be read.
-
-        `is_drawn`, `is_traced`: whether a tensor that the call has made, or a number, may vary.
-        """
+    def __init__(self, new_arguments: Collection[Handle] | None) -> None:
+        """`new_arguments`: of this call, which the next one may not have; None if no value may be read."""
         self._new_arguments = new_arguments
-        self._is_drawn = is_drawn
-        self._is_traced = is_traced
         self.found: dict[Handle, Lasting] = {}
         self.needs_new_argument = False  # a value that would last if its argument came again
 
-    def read(self, handle: Handle) -> torch.Tensor | None:
-        """A copy of the value; None if it does not last. Waits for the tensors that it is made from."""
+    def read(
+        self, handle: Handle, is_drawn: Callable[[Handle], bool], is_traced: Callable[[Number], bool]
+    ) -> torch.Tensor | None:
+        """A copy of the value; None if it does not last. Waits for the tensors that it is made from.
+
+        `is_drawn`, `is_traced`: whether a tensor that the call has made, or a number, may vary. They are the
+        call's own methods. Kept here, they would be a cycle, and a call holds the graph of its result.
+        """
         if self._new_arguments is None or handle.type.layout is not torch.strided:
             return None
         program: Program | None = None
@@ -77,13 +73,13 @@ class LastingReads:
                 operands, numbers = _recorder.peek_operands()
                 inputs = list(operands)
                 program = _only(assemble(known.entries, known.sources, (index,)), index)
-                if program is None or any(self._is_traced(numbers[slot]) for slot in program.used_slots()):
+                if program is None or any(is_traced(numbers[slot]) for slot in program.used_slots()):
                     return None
             needed = _needed(program, inputs)
             if sum(one.memory.nbytes for one in needed) > _MAX_BYTES:
                 return None
             # Where a tensor begins in its memory is no part of a program: see [Note: offsets].
-            if any(_recorder.is_pending(one) or one.type.offset or self._is_drawn(one) for one in needed):
+            if any(_recorder.is_pending(one) or one.type.offset or is_drawn(one) for one in needed):
                 return None
             if any(one in self._new_arguments for one in needed):
                 self.needs_new_argument = True

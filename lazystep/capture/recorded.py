@@ -107,7 +107,7 @@ class RecordedCall:
         self.disturbance = ""
         self._phase = _Phase.BEFORE
         self.draws: list[Draw] = []
-        self.lasting = LastingReads(new_arguments, self._is_drawn, self._is_traced)
+        self.lasting = LastingReads(new_arguments)
         self.added: list[Added] = []
         self.result: Any = None
         self._outside: list[Any] = []
@@ -228,7 +228,7 @@ class RecordedCall:
 
     def on_read(self, handle: Handle) -> torch.Tensor | None:
         """Give the call a value that lasts, so that it need not end its program."""
-        return self.lasting.read(handle)
+        return self.lasting.read(handle, self._is_drawn, self._is_traced)
 
     def _is_drawn(self, handle: Handle) -> bool:
         return handle in self.moved_counts or any(draw.handle == handle for draw in self.draws)

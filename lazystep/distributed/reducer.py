@@ -8,7 +8,7 @@ parameters are bucketed again in the order in which rank 0 has got its gradients
 multiplied by 1/ranks on its way into the bucket.
 
 The reduction of a bucket is recorded in the hook of its last gradient. The gradients become views of the
-bucket there. `program/schedule.py` moves the wait to the first use.
+bucket there. `program/schedule.py` moves the wait behind the launches that follow.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ barrier, captures steps with `capture=True`, and reports without a wait. A `Trai
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ..barrier import mark_step
 from ..capture.step import Step, step
 from ..errors import UnsupportedError
+from ..notices import LazyStepWarning
 from ..record.tensor import DEVICE
 from . import masks
 from .accelerate import ScalingAccelerator, check_one_process, device_for_new_states
@@ -142,6 +144,8 @@ class LazyTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own. Waits for the loss every `logging_steps`, for checkpoints, and at the end."""
+        if self.captured_step is not None and not self.args.use_cache:
+            self._warn_of_caches()
         try:
             result = super().train(*args, **kwargs)
             mark_step()  # for the closures of the last step
@@ -209,6 +213,22 @@ class LazyTrainer(Trainer):
         if self.report is not None:
             self.report(self.state.global_step, loss=self._loss, grad_norm=grad_norm)
         return grad_norm
+
+    def _warn_of_caches(self) -> None:
+        # The Trainer gives `args.use_cache` to the model's own config alone. The parts keep theirs: without a
+        # cache, T5's attention is rounded differently.
+        for name, part in self.model.named_modules():
+            config = getattr(part, "config", None)
+            if config is self.model.config or not getattr(config, "use_cache", False):
+                continue
+            warnings.warn(
+                f"model.{name}.config.use_cache is True. A decoder such as T5's copies its config "
+                "for the cache in each step, and such a step can't be replayed. Training needs no cache: set "
+                f"model.{name}.config.use_cache = False.",
+                LazyStepWarning,
+                stacklevel=3,
+            )
+            return
 
     def _check_callbacks(self) -> None:
         for callback in self.callback_handler.callbacks:

@@ -5,7 +5,7 @@
 
 Each op names its process group. Launches are effects: pruning never removes one, and every rank launches them
 in the order in which they were recorded, whatever executable runs the program. A wait is recorded right
-behind its launch; `schedule` moves it to the first use.
+behind its launch; `schedule` moves it behind the launches that follow.
 
 Here the ops are declared, so that shape inference, `verify` and the builder know them, and those that take
 their place in graphs that are compiled: see `compile/collectives.py`. `execute/communicate.py` has the
@@ -50,6 +50,7 @@ def _returns_new(order: torch.Tensor, out: torch.Tensor, *rest: Any) -> tuple[to
 LAUNCHES = tuple(
     f"lazystep.{name}.default" for name in ("all_reduce_", "broadcast_", "all_gather_", "reduce_scatter_")
 )
+ALL_REDUCE = "lazystep.all_reduce_.default"
 BROADCAST = "lazystep.broadcast_.default"
 WAIT = "lazystep.wait_.default"
 for _name in (*LAUNCHES, WAIT):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -213,3 +215,24 @@ def test_new_capture_says_which_value_has_changed() -> None:
         step(x)
     assert "captured anew: the value that is read at" in step.explain()
     assert "test_lasting.py" in step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:.*waits for a value:lazystep.LazyStepWarning")
+def test_result_of_a_call_that_is_not_captured_is_freed_without_the_collector() -> None:
+    """It has the whole graph of the step."""
+    layer = nn.Linear(3, 3).to("lazy")
+
+    @lazystep.step
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        result = layer(x)
+        assert result.sum().item() != 0.123
+        return result
+
+    gc.collect()
+    gc.disable()
+    try:
+        results = [weakref.ref(forward(torch.randn(2, 3))) for _ in range(4)]
+        assert [one() for one in results] == [None] * 4
+    finally:
+        gc.enable()
+    assert forward.num_replayed == 0

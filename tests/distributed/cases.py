@@ -87,6 +87,7 @@ class Case:
 CASES: dict[str, Case] = {
     "plain": Case(),
     "one bucket": Case(options={"bucket_cap_mb": 25}),
+    "a bucket for each parameter": Case(options={"bucket_cap_mb": 1e-5}),
     "two limits for buckets": Case(options={"bucket_cap_mb": None, "bucket_cap_mb_list": [1, 25]}),
     "gradient_as_bucket_view": Case(options={"gradient_as_bucket_view": True}),
     "gradient_as_bucket_view, zero_grad(set_to_none=False)": Case(

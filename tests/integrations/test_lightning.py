@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
@@ -255,14 +257,10 @@ def test_logger_is_called_in_order_on_one_thread_and_closed_after_that(capture: 
     "ignore:.*waits for a value:lazystep.LazyStepWarning"
 )  # batch norm counts batches
 def test_averaged_weights_have_their_epoch_of_statistics_in_captured_steps(tmp_path: Path) -> None:
-    """Its forward passes have no backward pass and no update."""
-
-    class LossOnly(Module):
-        def training_step(self, batch: Any, index: int) -> Any:
-            return super().training_step(batch, index)["loss"]
+    """Its forward passes have no backward pass and no update. Their graphs must be gone when `fit` ends."""
 
     def averaged(**options: Any) -> Any:
-        return train(tmp_path, StochasticWeightAveraging(1e-2, swa_epoch_start=0.5), kind=LossOnly, **options)
+        return train(tmp_path, StochasticWeightAveraging(1e-2, swa_epoch_start=0.5), **options)
 
     eager = averaged(accelerator="cpu")
     strategy = LazyStrategy(capture=True)
@@ -272,6 +270,31 @@ def test_averaged_weights_have_their_epoch_of_statistics_in_captured_steps(tmp_p
     assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
     assert strategy.captured_step is not None
     assert strategy.captured_step.num_replayed >= 40, strategy.captured_step.explain()
+
+
+class CopyingPruning(ModelPruning):
+    """On the CPU, Lightning makes the kept first weights the parameters: training overwrites them."""
+
+    @staticmethod
+    def _copy_param(new: nn.Module, old: nn.Module, name: str) -> None:
+        ModelPruning._copy_param(new, copy.deepcopy(old), name)
+
+
+@FORMS
+@pytest.mark.parametrize("is_reset", [False, True], ids=["weights kept", "weights reset"])
+def test_pruning_equals_the_cpu(is_reset: bool, capture: bool, tmp_path: Path) -> None:
+    def pruned(kind: type[ModelPruning], **options: Any) -> Any:
+        pruning = kind("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=is_reset)
+        return train(tmp_path, pruning, **options)
+
+    eager = pruned(CopyingPruning, accelerator="cpu")
+    strategy = LazyStrategy(capture=capture)
+    lazy = pruned(ModelPruning, strategy=strategy)
+    assert sum(int((t == 0).sum()) for t in lazy[0].parameters()) > 50
+    assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
+    if capture:
+        assert strategy.captured_step is not None
+        assert strategy.captured_step.num_replayed >= 25, strategy.captured_step.explain()
 
 
 @FORMS

@@ -20,6 +20,8 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -48,10 +50,12 @@ def fresh_state() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def make(path: Any, kind: str, is_padded: bool = False, report: Any = None, **options: Any) -> Trainer:
+def make(
+    path: Any, kind: str, is_padded: bool = False, report: Any = None, model: Any = None, **options: Any
+) -> Trainer:
     """A trainer of a small GPT with dropout and tied weights: `cpu`, `lazy`, or `plain` with LazyCallback."""
     set_seed(1)
-    model = GPT2LMHeadModel(copy.deepcopy(GPT2))
+    model = model or GPT2LMHeadModel(copy.deepcopy(GPT2))
     ids = torch.randint(0, 40, (64, 8))
     data: list[dict[str, torch.Tensor]] = [{"input_ids": row, "labels": row} for row in ids]
     if is_padded:  # in some batches
@@ -146,6 +150,29 @@ def test_captured_steps_with_checkpointed_activations_are_replayed_without_dropo
         trained.append(trainer)
     assert all(map(torch.equal, numbers(trained[0]), numbers(trained[1])))
     assert trained[1].captured_step.num_replayed >= 3, trained[1].captured_step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:.*the class of a T5Config.*:lazystep.LazyStepWarning")
+def test_decoder_with_a_cache_of_its_own_is_named_and_without_it_replayed(tmp_path: Path) -> None:
+    size = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=40, **size, pad_token_id=0, decoder_start_token_id=0)
+    options = {"max_steps": 9, "is_padded": True}
+    trained = {}
+    for kind, own in (("cpu", {}), ("lazy", {"capture": True})):
+        for is_cached in (True, False):
+            set_seed(2)
+            model = T5ForConditionalGeneration(config)
+            model.decoder.config.use_cache = is_cached
+            trainer = trained[kind, is_cached] = make(tmp_path, kind, model=model, **options, **own)
+            if kind == "lazy" and is_cached:
+                with pytest.warns(lazystep.LazyStepWarning, match=r"set model\.decoder\.config\.use_cache"):
+                    trainer.train()
+            else:
+                trainer.train()
+    for is_cached in (True, False):
+        eager, lazy = trained["cpu", is_cached], trained["lazy", is_cached]
+        assert all(map(torch.equal, numbers(lazy), numbers(eager)))
+        assert (lazy.captured_step.num_replayed == 0) == is_cached, lazy.captured_step.explain()
 
 
 @pytest.mark.parametrize("options", [{}, {"capture": True}], ids=["recorded", "captured"])

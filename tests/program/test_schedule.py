@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -52,8 +53,51 @@ def test_each_update_waits_for_its_own_reduction_only() -> None:
     # Gradients 0 and 1 are reduced; the optimizer updates 3 from gradient 1 first, and 4 needs neither.
     recorded = [launch(0), wait(0), launch(1), wait(1), add(3, 1), add(2, 0), add(4, 4)]
     assert ops(verify(schedule(program(5, recorded)))) == [
-        "all_reduce_ 0", "all_reduce_ 1", "add_ 4", "wait_ 0", "add_ 2", "wait_ 1", "add_ 3",
+        "all_reduce_ 0", "add_ 4", "all_reduce_ 1", "wait_ 0", "add_ 2", "wait_ 1", "add_ 3",
     ]  # fmt: skip
+
+
+def make_gradient(parameter: int, gradient: int) -> Instruction:
+    return instruction("aten.mul.Tensor", (Ref(parameter), Ref(parameter)), (gradient,))
+
+
+def test_a_bucket_is_updated_and_freed_while_backward_computes() -> None:
+    """Ten parameters are decayed and updated on lists. The gradients of three are there at once."""
+    number = 10
+    recorded = []
+    for one in range(number):
+        gradient = number + one
+        recorded += [make_gradient(one, gradient), launch(gradient), wait(gradient)]
+    parameters = tuple(map(Ref, range(number)))
+    gradients = tuple(map(Ref, range(number, 2 * number)))
+    writes = tuple(range(number))
+    recorded += [
+        instruction("aten._foreach_mul_.Scalar", (parameters, ScalarRef(0)), (None,), writes),
+        instruction("aten._foreach_add_.List", (parameters, gradients), (None,), writes),
+    ]
+    found = verify(schedule(program(number, recorded)))
+    last = {value: position for position, one in enumerate(found.instructions) for value in one.reads()}
+    alive: set[int] = set()
+    largest = 0
+    for position, one in enumerate(found.instructions):
+        alive.update(value for value in one.defines() if value >= number)
+        largest = max(largest, len(alive))
+        alive -= {value for value in alive if last[value] == position}
+    assert largest == 3
+    in_flight = peak = 0
+    for one in found.instructions:
+        in_flight += is_launch(one) - (one.op == WAIT)
+        peak = max(peak, in_flight)
+    assert peak == 3, "the network has work while the executor waits"
+
+
+@pytest.mark.parametrize(("nbytes", "num_launched"), [(16, 1), (1 << 20, 2)])
+def test_only_small_tensors_of_the_update_are_made_during_backward(nbytes: int, num_launched: int) -> None:
+    copy = instruction("aten.clone.default", (Ref(0),), (3,))
+    made = program(3, [launch(1), wait(1), launch(2), wait(2), copy], outputs=(3,))
+    storages = (*made.storages[:3], Storage(nbytes, False))
+    ordered = ops(schedule(dataclasses.replace(made, storages=storages)))
+    assert sum("all_reduce" in name for name in ordered[: ordered.index("clone 0")]) == num_launched
 
 
 def test_a_list_op_is_split_by_what_its_elements_wait_for() -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.step_model import Bucket, Link, Timeline, arrivals, fit, overlapped, plain, ring, tree
+from benchmarks.step_model import (
+    Bucket,
+    Link,
+    Timeline,
+    arrivals,
+    fit,
+    in_backward,
+    overlapped,
+    plain,
+    ring,
+    tree,
+)
 
 SECONDS = st.floats(0, 10)
 BUCKETS = st.builds(Bucket, SECONDS, st.floats(0, 1e9), SECONDS)
@@ -16,7 +28,7 @@ TIMELINES = st.builds(Timeline, st.lists(BUCKETS, max_size=6).map(tuple), SECOND
 LINKS = st.builds(Link, st.floats(0, 0.1), st.floats(1e6, 1e11))
 RANKS = st.integers(1, 1024)
 ALGORITHMS = st.sampled_from([ring, tree])
-STEPS = st.sampled_from([plain, overlapped])
+STEPS = st.sampled_from([plain, overlapped, functools.partial(in_backward, num_ahead=2)])
 
 
 def at_most(a: float, b: float) -> bool:
@@ -33,6 +45,11 @@ def test_a_step_is_between_the_longer_part_and_the_sum_of_both(timeline, link, r
     assert at_most(max(timeline.alone, communicating), early)
     assert at_most(early, late), "overlap never makes a step longer"
     assert at_most(late, timeline.alone + communicating)
+    for num_ahead in range(4):
+        among = in_backward(timeline, reduce, num_ahead)
+        assert at_most(early, among), "a wait in backward delays what comes behind it, and nothing else"
+        assert at_most(among, timeline.alone + communicating)
+    assert in_backward(timeline, reduce, len(timeline.buckets)) == pytest.approx(early)
 
 
 @given(TIMELINES, RANKS, STEPS, ALGORITHMS)
@@ -77,5 +94,8 @@ def test_a_step_by_hand() -> None:
     assert arrivals(timeline, lambda b: b / 2) == [5.0, 9.0]
     assert plain(timeline, lambda b: b / 2) == 10.0
     assert overlapped(timeline, lambda b: b / 2) == 9.5
+    assert in_backward(timeline, lambda b: b / 2, 1) == 9.5
+    # Waits for each bucket before the next is computed: 1 + 4 + 0.5, then 1.25 + 4 + 0.5 less the rest.
+    assert in_backward(timeline, lambda b: b / 2, 0) == 11.0
     assert ring(8.0, 4, Link(1.0, 2.0)) == 6 + 6.0
     assert tree(8.0, 4, Link(1.0, 2.0)) == 4 + 8.0
