@@ -61,6 +61,7 @@ class Objects:
         self._shallow_done: set[Place] = set()  # containers whose elements were passed on
         self._deep: set[Place] = set()  # containers that were looked at with all that is in them
         self._num_elements = 0
+        self._held: set[int] = set()  # ids of containers that were met without a place
 
     # -- meeting -------------------------------------------------------------------------------------------
 
@@ -83,8 +84,8 @@ class Objects:
             self._outside.weak.add(id(value))
         if type(value) in weakref.ProxyTypes:
             self.meet(_witness.behind(value), None)
-        if isinstance(value, (*CONTAINERS, *BUFFERS, frozenset)) and place is not None:
-            self._finder.add_origin(value, place)
+        if isinstance(value, (*CONTAINERS, *BUFFERS, frozenset)):
+            self._meet_container(value, place)
         elif isinstance(value, torch.Tensor):
             if id(value) not in self._finder.tensors:
                 where = place or self._places.at(value, None, Kind.OBJECT, "a tensor")
@@ -98,6 +99,20 @@ class Objects:
             self.refuse_scripted()
         self._classes.meet(value, place)
         return True
+
+    def _meet_container(self, value: Any, place: Place | None) -> None:
+        """Remember where a container was found. Found elsewhere, too, it must stay the very object.
+
+        A replay looks for it in its place. Something else may hold it, such as `get = table.__getitem__` or a
+        partial, and that goes on with the old container when the place gets another one.
+        """
+        if place is not None:
+            self._finder.add_origin(value, place)
+        else:
+            self._held.add(id(value))
+        is_given = id(value) in self._outside.given
+        if id(value) in self._held and self._finder.origin_of(value) is not None and not is_given:
+            self.identified(value)
 
     def _is_put(self, value: Any, place: Place) -> bool:
         """Whether the call itself has put an object into a place.

@@ -5,8 +5,10 @@ Each scene was replayed with the old numbers before the witness knew its kind.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
+import operator
 import sys
 import types
 from collections.abc import Iterator
@@ -39,6 +41,31 @@ def vars_in_another_dict(device: str) -> Scene:
     holder: Any = type("Holder", (), {})()
     holder.number = 2.0
     return Scene(lambda x: x * vars(holder)["number"], lambda: setattr(holder, "__dict__", {"number": 3.0}))
+
+
+@scene
+def table_behind_a_bound_method(device: str) -> Scene:
+    box = types.SimpleNamespace(table={"number": 2.0})
+    table, get = box.table, box.table.__getitem__
+
+    def change() -> None:
+        box.table = dict(table)
+        table["number"] = 3.0
+
+    return Scene(lambda x: x * box.table["number"] * get("number"), change)
+
+
+@scene
+def list_in_a_partial(device: str) -> Scene:
+    box = types.SimpleNamespace(numbers=[2.0])
+    numbers = box.numbers
+    first = functools.partial(operator.getitem, numbers)
+
+    def change() -> None:
+        box.numbers = [2.0]
+        numbers[0] = 3.0
+
+    return Scene(lambda x: x * box.numbers[0] * first(0), change)
 
 
 @scene
