@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -31,10 +34,17 @@ def test_missing_tool_is_reason_enough_to_skip(monkeypatch: pytest.MonkeyPatch) 
 def test_refused_command_is_the_reason_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, ...]] = []
 
-    def run(*command: str) -> None:
+    # Two leftovers: of a process that has ended, and of this one.
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    def run(*command: str) -> str:
         ran.append(command)
         if command[:3] == ("ip", "link", "add"):
             raise link.LinkError("Operation not permitted")
+        if command[1:3] == ("netns", "list"):
+            return f"lazystep{ended.pid}-0 (id: 1)\nlazystep{os.getpid()}-7\nanother\n"
+        return ""
 
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
     monkeypatch.setattr(link, "_run", run)
@@ -43,7 +53,7 @@ def test_refused_command_is_the_reason_and_leaves_nothing_behind(monkeypatch: py
     added = [command[3] for command in ran if command[1:3] == ("netns", "add")]
     deleted = [command[3] for command in ran if command[1:3] == ("netns", "del")]
     assert len(added) == 2
-    assert added == deleted
+    assert deleted == [f"lazystep{ended.pid}-0", *added]
 
 
 def test_table_has_a_row_per_variant_and_per_skipped_link() -> None:
