@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from ..family.plan import Plan, region_from_data
 from ..notices import notice
 from ..program.program import Program
 from ..program.serialize import NotPlainError, to_json
-from . import priority
 from .cache import CacheError, Library, LibraryCache, cache_directory, make_private
 from .key import NoCompilerError, environment, family_key, inductor_options, library_key
 
@@ -40,8 +39,6 @@ _MAX_CRASHES = 3
 # A family with more regions than this is none.
 MAX_FAMILY_LIBRARIES = 4
 _POLL_SECONDS = 0.2
-# A build that takes longer has met a machine without idle processors.
-_PATIENCE_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 # Failures of the machine or its tools, about which the user can do something, so they are noticed. Other
 # reasons are properties of the program; `debug.explain` shows them.
@@ -99,9 +96,6 @@ class Builder:
         self._own_directory: Path | None = None
         self._preparation: _Preparation | None = None
         self._has_prepared = False
-        self._num_waiting = 0  # threads that wait for builds
-        self._pipe_lock = threading.Lock()  # for a line to the process
-        self._priority = priority.IDLE
 
     # -- for any thread ---------------------------------------------------------------------------
 
@@ -132,41 +126,9 @@ class Builder:
         self._condition.notify_all()
 
     def wait_idle(self, timeout: float) -> bool:
-        """Block until every requested build has ended; False if this takes longer than `timeout` seconds.
-
-        Meanwhile builds have normal priority, as far as the system allows to raise it.
-        """
-        with self.waiting(), self._condition:
-            return self._condition.wait_for(self._is_idle, timeout)
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside the block somebody waits for a build, which has normal priority then."""
+        """Block until every requested build has ended; False if this takes longer than `timeout` seconds."""
         with self._condition:
-            self._num_waiting += 1
-        self._set_priority()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._num_waiting -= 1
-            self._set_priority()
-
-    def _set_priority(self, is_starved: bool = False) -> None:
-        """Tell the process its priority. From any thread, also while the process builds."""
-        wanted = priority.NORMAL if self._num_waiting or is_starved else priority.IDLE
-        if wanted == self._priority or not self._pipe_lock.acquire(timeout=_POLL_SECONDS):
-            return  # a long program is on its way to a slow process
-        try:
-            process = self._process
-            if process is not None and process.stdin is not None:
-                process.stdin.write(json.dumps({"priority": wanted}).encode() + b"\n")
-                process.stdin.flush()
-                self._priority = wanted
-        except (OSError, ValueError):
-            pass  # it has ended: the build thread will notice
-        finally:
-            self._pipe_lock.release()
+            return self._condition.wait_for(self._is_idle, timeout)
 
     @property
     def num_pending(self) -> int:
@@ -405,9 +367,8 @@ class Builder:
 
     def _send(self, process: subprocess.Popen[bytes], question: Mapping[str, Any]) -> None:
         assert process.stdin is not None
-        with self._pipe_lock:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
+        process.stdin.write(json.dumps(question).encode() + b"\n")
+        process.stdin.flush()
 
     def _ask(self, cache: LibraryCache, request: Request, text: str, directory: Path) -> dict[str, Any]:
         process = self._process
@@ -468,21 +429,18 @@ class Builder:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environ,
-                process_group=0,  # and not a new session: see `priority`
+                process_group=0,  # so that its compilers can be killed with it
             )
         except OSError as error:
             raise BuildError("system", f"the builder process can't be started: {error}") from error
         metrics.count("builder_starts")
-        self._priority = priority.IDLE
-        self._set_priority()
         if self._closed:  # closed while the process was starting
             self._kill()
         return self._process
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
         assert process.stdout is not None
-        start = time.monotonic()
-        deadline = start + settings.build_timeout
+        deadline = time.monotonic() + settings.build_timeout
         descriptor = process.stdout.fileno()
         line = b""
         with selectors.DefaultSelector() as selector:
@@ -493,22 +451,17 @@ class Builder:
                     raise TimeoutError(
                         f"the build took more than {settings.build_timeout:g} s (setting build_timeout)"
                     )
-                if time.monotonic() - start > _PATIENCE_SECONDS:
-                    self._set_priority(is_starved=True)
                 if selector.select(min(left, 1.0)):
                     chunk = os.read(descriptor, 65536)
                     if not chunk:
                         raise EOFError(f"exit status {_wait_for_end(process)}")
                     line += chunk
-        self._set_priority()
         return line
 
     def _kill(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
-        # With the idle policy a killed process may not get to its end while others take all processors.
-        priority.set_group(process.pid, priority.NORMAL)
         _send_kill(process)
         _wait_for_end(process)
         for pipe in (process.stdin, process.stdout):

@@ -237,8 +237,7 @@ class Family:
         """Block until the build that was asked for has ended. For the tier `native` only."""
         if self._is_building and not self._is_delivered.is_set():
             metrics.count("executor_waits_for_compile")
-            with self._builder.waiting():
-                self._is_delivered.wait(settings.build_timeout)
+            self._is_delivered.wait(settings.build_timeout)
 
     def distrust(self, library: FamilyLibrary) -> None:
         """A member's first run disagreed with the reference. No further member runs on the library."""

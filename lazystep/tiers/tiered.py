@@ -274,8 +274,7 @@ class Specialization:
         if self.stage is Stage.BUILDING:
             if settings.tier == "native" and not self._is_delivered.is_set():
                 metrics.count("executor_waits_for_compile")
-                with self._tiers.builder.waiting():
-                    self._is_delivered.wait(settings.build_timeout)
+                self._is_delivered.wait(settings.build_timeout)
             self._take_delivery()
             if self.stage is Stage.BUILDING:
                 # Not yet, but the family's library may be there, if other sizes have come meanwhile.

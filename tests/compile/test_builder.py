@@ -181,13 +181,3 @@ def test_killed_process_that_gets_no_processor_time_is_no_error() -> None:
     process: Any = mock.Mock()
     process.wait.side_effect = subprocess.TimeoutExpired("worker", 5)
     assert builder_module._wait_for_end(process) is None
-
-
-def test_process_is_killed_at_normal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-    monkeypatch.setattr(builder_module.priority, "set_group", lambda *asked: done.append(asked))
-    monkeypatch.setattr(builder_module, "_send_kill", lambda process: done.append("killed"))
-    builder = builder_module.Builder()
-    builder._process = mock.Mock(pid=7, stdin=None, stdout=None)
-    builder._kill()
-    assert done == [(7, builder_module.priority.NORMAL), "killed"]

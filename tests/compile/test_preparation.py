@@ -1,14 +1,10 @@
-"""The builder process is started once, before the first build, and takes only what the machine has free."""
+"""The builder process is started once, before the first build."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import torch
 import lazystep
 from lazystep.compile import builder as builder_module
 from tests.builds import X, cache, square_sum
-from tests.helpers import ROOT, count
+from tests.helpers import count
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("own_cache")]
 
@@ -28,8 +24,7 @@ import json, sys
 for line in sys.stdin:
     request = json.loads(line)
     with open({path!r}, "a") as file:
-        file.write(("prepare" if "options" in request and "program" not in request else
-                    request.get("priority", "build")) + "\\n")
+        file.write(("build" if "program" in request else "prepare") + "\\n")
     if "id" in request:
         answer = {{"id": request["id"], "made": {{}}, "error": "a stub", "kind": "lowering"}}
         print(json.dumps(answer), flush=True)
@@ -115,77 +110,6 @@ def test_a_request_does_not_wait_for_the_preparation(
     assert lazystep.wait_for_compile(60)
     assert "build" in path.read_text()
     assert count("builds_failed:lowering") == 1
-
-
-def test_who_waits_raises_the_priority_for_that_time(
-    asked: Callable[[], list[str]], own_builder: builder_module.Builder
-) -> None:
-    own_builder.prepare(1)
-    wait_until(lambda: "prepare" in asked())
-    with own_builder.waiting():
-        wait_until(lambda: asked()[-1] == "normal")
-        with own_builder.waiting():
-            pass
-        assert asked()[-1] == "normal"
-    wait_until(lambda: asked()[-1] == "idle")
-
-
-@contextlib.contextmanager
-def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """The builder process as it is started; it has nothing to do."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lazystep.compile.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        process_group=0,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no such policy")
-def test_worker_has_the_idle_policy_and_leaves_it_on_request() -> None:
-    with worker() as process:
-        assert process.stdin is not None
-        wait_until(lambda: os.sched_getscheduler(process.pid) == os.SCHED_IDLE)
-        assert os.getsid(process.pid) == os.getsid(0), "priorities mean nothing between sessions"
-        process.stdin.write(json.dumps({"priority": "normal"}).encode() + b"\n")
-        process.stdin.flush()
-        if os.geteuid() == 0:
-            wait_until(lambda: os.sched_getscheduler(process.pid) == os.SCHED_OTHER)
-            process.stdin.write(json.dumps({"priority": "idle"}).encode() + b"\n")
-            process.stdin.flush()
-            wait_until(lambda: os.sched_getscheduler(process.pid) == os.SCHED_IDLE)
-
-
-GROUP = """
-import importlib.util, os, subprocess, sys
-spec = importlib.util.spec_from_file_location("priority", sys.argv[1])
-priority = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(priority)
-os.setpgid(0, 0)
-priority.set_own(priority.IDLE)
-child = subprocess.Popen(["sleep", "60"])
-policies = [os.sched_getscheduler(child.pid)]  # inherited, as a compiler does
-priority.set_own(priority.NORMAL)
-policies.append(os.sched_getscheduler(child.pid))
-child.kill()
-print(policies, os.sched_getscheduler(os.getppid()))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no such policy")
-def test_compilers_have_the_priority_of_the_worker() -> None:
-    path = ROOT / "lazystep" / "compile" / "priority.py"
-    done = subprocess.run(
-        [sys.executable, "-c", GROUP, path], capture_output=True, text=True, timeout=60, check=True
-    )
-    raised = os.SCHED_OTHER if os.geteuid() == 0 else os.SCHED_IDLE
-    assert done.stdout.strip() == f"{[os.SCHED_IDLE, raised]} {os.sched_getscheduler(0)}"
 
 
 def test_cache_knows_whether_it_is_empty() -> None:
