@@ -184,8 +184,11 @@ class Guards:
         """Containers that must be certain objects, and those that must stay apart.
 
         A number that is written into one list is not what a replay reads from another, unless they are one.
+        And something may hold a container that is in a place, too, such as `get = table.__getitem__` or a
+        partial: that goes on with the old container when the place gets another one.
         """
         identified = {id(self._before[place].value) for place in testimony.identified_places}
+        identified.update(testimony.held)
         for place in {**testimony.reads, **dict.fromkeys(testimony.identified_places)}:
             if id(self._before[place].value) in identified:  # in this place, too
                 self._add_again(place, Check.IS, self._before[place].value)

@@ -61,7 +61,6 @@ class Objects:
         self._shallow_done: set[Place] = set()  # containers whose elements were passed on
         self._deep: set[Place] = set()  # containers that were looked at with all that is in them
         self._num_elements = 0
-        self._held: set[int] = set()  # ids of containers that were met without a place
 
     # -- meeting -------------------------------------------------------------------------------------------
 
@@ -101,18 +100,11 @@ class Objects:
         return True
 
     def _meet_container(self, value: Any, place: Place | None) -> None:
-        """Remember where a container was found. Found elsewhere, too, it must stay the very object.
-
-        A replay looks for it in its place. Something else may hold it, such as `get = table.__getitem__` or a
-        partial, and that goes on with the old container when the place gets another one.
-        """
+        """Remember where a container was found, or that something else holds it."""
         if place is not None:
             self._finder.add_origin(value, place)
-        else:
-            self._held.add(id(value))
-        is_given = id(value) in self._outside.given
-        if id(value) in self._held and self._finder.origin_of(value) is not None and not is_given:
-            self.identified(value)
+        elif id(value) not in self._outside.given:
+            self._testimony.held[id(value)] = value
 
     def _is_put(self, value: Any, place: Place) -> bool:
         """Whether the call itself has put an object into a place.

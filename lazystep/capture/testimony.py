@@ -26,6 +26,7 @@ class Testimony:
         self.present: set[Place] = set()  # of which only is compared that something is there
         self.compares_tensors = False  # whether two tensors are one
         self.identified_places: set[Place] = set()  # containers of which it matters which one they are
+        self.held: dict[int, Any] = {}  # containers that were met without a place, by id
         self.pinned: set[Place] = set()  # of values that C code has looked at
         self.numbers: set[Place] = set()  # places of numbers that were followed
         self.shallow: set[Place] = set()  # of other packages: compared by identity

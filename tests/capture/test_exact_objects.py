@@ -56,6 +56,22 @@ def table_behind_a_bound_method(device: str) -> Scene:
 
 
 @scene
+def table_that_is_written_behind_a_bound_method(device: str) -> Scene:
+    box = types.SimpleNamespace(tables=[{"is_on": True}])
+    get = box.tables[0].__getitem__
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        found = x * get("is_on")
+        box.tables[0]["is_on"] = False
+        return found
+
+    def change() -> None:
+        box.tables[0] = {"is_on": True}
+
+    return Scene(step, change, kept=lambda: [dict(table) for table in box.tables])
+
+
+@scene
 def list_in_a_partial(device: str) -> Scene:
     box = types.SimpleNamespace(numbers=[2.0])
     numbers = box.numbers
