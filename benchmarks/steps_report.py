@@ -8,6 +8,7 @@ numbers (`first step, <variant>`, `until native`, `warm start`, ...) are seconds
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -363,3 +364,13 @@ def readme_table(report: Mapping[str, Any]) -> str:
         ]
         lines.append(f"| {title} | {' | '.join(cells)} | {measured.speedup(STEP, EAGER).median:.2f}x |")
     return "\n".join(lines)
+
+
+def with_table(readme: str, report: Mapping[str, Any]) -> str:
+    """The README's text with the table of this report in the place of the one that it shows."""
+    table = readme_table(report)
+    head = table.split(" |", 1)[0]
+    shown = re.search(rf"^{re.escape(head)} \|.*(?:\n\|.*)*", readme, re.MULTILINE)
+    if shown is None:
+        raise ValueError(f"no table that begins with {head!r}")
+    return readme[: shown.start()] + table + readme[shown.end() :]

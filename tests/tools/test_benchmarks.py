@@ -33,6 +33,7 @@ from benchmarks.steps_report import (
     rates_table,
     readme_table,
     steps_table,
+    with_table,
 )
 from benchmarks.timing import RESULTS, Measurements
 from lazystep.capture import step as capture_step
@@ -220,6 +221,11 @@ def test_readme_shows_the_table_of_the_run_on_disk():
     readme = (RESULTS.parent.parent / "README.md").read_text()
     assert readme_table(report) in readme
     assert report["machine"]["date"] in readme
+    other = readme.replace("| GPT, 4 layers", "| 99.9 | GPT, 4 layers")
+    assert other != readme
+    assert with_table(other, report) == readme
+    with pytest.raises(ValueError, match="no table that begins with"):
+        with_table("# A page without it", report)
 
 
 def test_large_models_have_the_parameters_of_their_names_and_goals_follow_from_numbers():
