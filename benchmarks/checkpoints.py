@@ -11,7 +11,6 @@ reference executable.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -32,7 +31,16 @@ import lazystep.checkpoint
 from benchmarks.goals import Goal
 from benchmarks.goals import to_table as goals_table
 from benchmarks.recording import Trainer
-from benchmarks.timing import Measurements, Neighbours, Report, Table, interleave, machine, peers, serve
+from benchmarks.timing import (
+    Measurements,
+    Neighbours,
+    Report,
+    Table,
+    command,
+    interleave,
+    machine,
+    peers,
+)
 
 EVERY = 50
 PEER_TIMEOUT = 900.0
@@ -152,40 +160,28 @@ def to_table(measured: Measurements) -> Table:
     return Table("Checkpoints", ["variant", "ms a step", "over no checkpoints"], rows, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run")
-    parser.add_argument("--peer", choices=VARIANTS, help="serve turns of one variant (used internally)")
-    arguments = parser.parse_args()
-    if arguments.peer:
-        serve(Worker(arguments.peer).work)
-        return
-    quick: bool = arguments.quick
-    num_steps, num_repeats = (4, 1) if quick else (2 * EVERY, 9)
-    if quick:
+def run(is_quick: bool) -> Report:
+    num_steps, num_repeats = (4, 1) if is_quick else (2 * EVERY, 9)
+    if is_quick:
         os.environ["LAZYSTEP_TIER"] = "reference"
     with peers("benchmarks.checkpoints", list(VARIANTS), PEER_TIMEOUT) as systems:
-        if not quick:
+        if not is_quick:
             for peer in systems.values():
                 peer.ask(task="make_native", num_steps=10)
+        every = 2 if is_quick else EVERY
         turns = {
-            name: functools.partial(peer.ask, task="turn", num_steps=num_steps, every=2 if quick else EVERY)
+            name: functools.partial(peer.ask, task="turn", num_steps=num_steps, every=every)
             for name, peer in systems.items()
         }
         neighbours = Neighbours(systems.values())
-        measured = interleave(turns, num_warm_ups=0 if quick else 1, num_repeats=num_repeats, max_seconds=600)
+        measured = interleave(turns, 0 if is_quick else 1, num_repeats, max_seconds=600)
         measured.others = neighbours.share()
         for peer in systems.values():
             peer.ask(task="close")
     facts = {**machine(), "processor time taken by others": f"{measured.others:.0%}"}
     tables = [to_table(measured), goals_table(GOALS, measured, measured.others)]
-    result = Report("checkpoints", "python -m benchmarks.checkpoints", facts, tables, {"all": measured})
-    print(result.to_markdown())
-    if not quick:
-        result.write()
+    return Report("checkpoints", "python -m benchmarks.checkpoints", facts, tables, {"all": measured})
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, lambda name: Worker(name).work)

@@ -12,7 +12,6 @@ reports alone, on one thread. Then the same with one thread per step, which leav
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import time
@@ -25,7 +24,16 @@ import lazystep
 from benchmarks.goals import Goal
 from benchmarks.goals import to_table as goals_table
 from benchmarks.recording import Trainer
-from benchmarks.timing import Measurements, Neighbours, Peer, Report, Table, interleave, machine, serve
+from benchmarks.timing import (
+    Measurements,
+    Neighbours,
+    Peer,
+    Report,
+    Table,
+    command,
+    interleave,
+    machine,
+)
 
 NUM_BINS = 64
 PEER_TIMEOUT = 900.0
@@ -224,28 +232,15 @@ def measure(setting: str, num_steps: int, num_repeats: int, is_quick: bool) -> M
     return measured
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run")
-    parser.add_argument("--peer", choices=VARIANTS, help="serve turns of one variant (used internally)")
-    arguments = parser.parse_args()
-    if arguments.peer:
-        serve(Worker(arguments.peer).work)
-        return
-    quick: bool = arguments.quick
-    num_steps, num_repeats = (2, 1) if quick else (10, 15)
-    outcomes = {setting: measure(setting, num_steps, num_repeats, quick) for setting in SETTINGS}
+def run(is_quick: bool) -> Report:
+    num_steps, num_repeats = (2, 1) if is_quick else (10, 15)
+    outcomes = {setting: measure(setting, num_steps, num_repeats, is_quick) for setting in SETTINGS}
     others = max(measured.others for measured in outcomes.values())
     facts = {**machine(), "processor time taken by others": f"{others:.0%}"}
     tables = [to_table(setting, measured) for setting, measured in outcomes.items()]
     tables.append(goals_table(GOALS, outcomes, others))
-    result = Report("closures", "python -m benchmarks.closures", facts, tables, outcomes)
-    print(result.to_markdown())
-    if not quick:
-        result.write()
+    return Report("closures", "python -m benchmarks.closures", facts, tables, outcomes)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, lambda name: Worker(name).work)

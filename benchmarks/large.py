@@ -9,7 +9,6 @@ of the process, from its start to the end of its turns: builds and checks of lib
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from .goals import to_table as goals_table
 from .models import LARGE
 from .steps import QUICK, Plan, prepare, started
 from .steps_report import COMPILED_MODEL, COMPILED_STEP, EAGER, FUSED, LOOP, OTHERS, STEP, UNTIL_NATIVE
-from .timing import Measurements, Neighbours, PeerError, Report, Table, interleave, machine
+from .timing import Measurements, Neighbours, PeerError, Report, Table, command, interleave, machine
 
 VARIANTS = (EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP, LOOP, STEP)
 # A step of the larger one takes about a second.
@@ -131,14 +130,7 @@ def to_table(outcomes: Outcomes) -> Table:
     return Table("Larger models", columns, rows, "8 x 64 tokens, AdamW. Every start is cold.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a smoke run of a small model; nothing is written"
-    )
-    is_quick = parser.parse_args().quick
+def run(is_quick: bool) -> Report:
     outcomes = {}
     for model in (SMALL,) if is_quick else LARGE:
         with tempfile.TemporaryDirectory(prefix="lazystep-large-") as directory:
@@ -146,11 +138,8 @@ def main() -> None:
     others = max(outcome.steps.others for outcome in outcomes.values())
     tables = [to_table(outcomes), goals_table(GOALS, outcomes, others)]
     measured = {model: outcome.steps for model, outcome in outcomes.items()}
-    report = Report("large", "python -m benchmarks.large", machine(), tables, measured)
-    print(report.to_markdown())
-    if not is_quick:
-        report.write()
+    return Report("large", "python -m benchmarks.large", machine(), tables, measured)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run)

@@ -13,7 +13,6 @@ native step is read (`loss.item()`) and followed by eager work. `--quick` stays 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import tempfile
@@ -27,7 +26,7 @@ from torch import Tensor
 from .goals import Goal
 from .goals import to_table as goals_table
 from .recording import Trainer
-from .timing import Measurements, Neighbours, Peer, Report, Spread, Table, interleave, machine, serve
+from .timing import Measurements, Neighbours, Peer, Report, Spread, Table, command, interleave, machine
 
 WITHOUT, IDLE, ALTERNATING = "without lazystep", "lazystep idles", "in turns with steps"
 VARIANTS = (WITHOUT, IDLE, ALTERNATING)
@@ -181,26 +180,14 @@ def to_table(outcomes: Outcomes) -> Table:
     return Table("Eager work beside lazystep", [*columns, "others' share of the processor"], rows, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run; nothing is written")
-    parser.add_argument("--peer", choices=VARIANTS, help="serve turns of one variant (used internally)")
-    arguments = parser.parse_args()
-    if arguments.peer:
-        serve(Worker(arguments.peer).work)
-        return
-    plan = QUICK if arguments.quick else FULL
+def run(is_quick: bool) -> Report:
+    plan = QUICK if is_quick else FULL
     with tempfile.TemporaryDirectory(prefix="lazystep-neighbours-") as directory:
         outcomes = {model: measure(model, plan, directory) for model in plan.models}
     others = max(measured.others for measured in outcomes.values())
     tables = [to_table(outcomes), goals_table(GOALS, outcomes, others)]
-    report = Report("neighbours", "python -m benchmarks.neighbours", machine(), tables, dict(outcomes))
-    print(report.to_markdown())
-    if not arguments.quick:
-        report.write()
+    return Report("neighbours", "python -m benchmarks.neighbours", machine(), tables, dict(outcomes))
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, lambda name: Worker(name).work)

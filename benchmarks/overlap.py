@@ -9,7 +9,6 @@ gradients' memory is saved.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.goals import Goal, to_table
-from benchmarks.timing import Report, Table, machine
+from benchmarks.timing import Report, Table, command, machine
 from lazystep.overlap import optimizer_in_backward
 
 
@@ -85,17 +84,5 @@ def run() -> Report:
     return Report("overlap", "python -m benchmarks.overlap", machine(), tables, {})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run: nothing is written")
-    is_quick = parser.parse_args().quick
-    report = run()
-    print(report.to_markdown())
-    if not is_quick:
-        report.write()
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, lambda is_quick: run())

@@ -10,7 +10,6 @@ to float32 and back.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import resource
@@ -23,7 +22,7 @@ import torch
 
 from .goals import Goal, to_table
 from .models import make_optimizer, make_workload
-from .timing import Measurements, Neighbours, Report, Table, interleave, machine, peers, serve
+from .timing import Measurements, Neighbours, Report, Table, command, interleave, machine, peers
 
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SYSTEMS = ("eager", "lazystep")
@@ -228,25 +227,13 @@ GOALS: list[Goal[Models]] = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a tiny model")
-    parser.add_argument("--peer", choices=VARIANTS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.peer:
-        serve(work(given.peer))
-        return
-    plan = QUICK if given.quick else FULL
+def run(is_quick: bool) -> Report:
+    plan = QUICK if is_quick else FULL
     measured = {model: measure(model, plan) for model in plan.models}
     others = max(m.others for m in measured.values())
     tables = [to_table(GOALS, measured, others), *to_tables(measured)]
-    report = Report("precision", "python -m benchmarks.precision", machine(), tables, measured)
-    print(report.to_markdown())
-    if not given.quick:
-        report.write()
+    return Report("precision", "python -m benchmarks.precision", machine(), tables, measured)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, work)

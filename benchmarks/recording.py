@@ -14,7 +14,6 @@ the table shows the number of such waits.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import statistics
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from .goals import Goal, Numbers, to_table
 from .models import make_optimizer, make_workload
-from .timing import Measurements, Neighbours, Peer, Report, Table, interleave, machine, peers, serve
+from .timing import Measurements, Neighbours, Peer, Report, Table, command, interleave, machine, peers
 
 SYSTEMS = ("eager", "lazystep", "torch._lazy")
 # By name: arguments of the optimizer. The default is torch's own choice for the device.
@@ -377,21 +376,11 @@ def run(is_quick: bool) -> Report:
     return Report("recording", "python -m benchmarks.recording", facts, tables, {"ops": ops, **models})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of recording, barriers and the reference executable.")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: two rounds, nothing is written")
-    parser.add_argument("--peer", choices=SYSTEMS, help="serve turns of one system as JSON (used internally)")
-    arguments = parser.parse_args()
-    if arguments.peer:
-        # No compiler may run beside the measured recording and reference executable.
-        os.environ["LAZYSTEP_TIER"] = "reference"
-        serve(Worker(load_system(arguments.peer)).work)
-        return
-    report = run(arguments.quick)
-    print(report.to_markdown())
-    if not arguments.quick:
-        report.write()
+def make_work(name: str) -> Callable[..., Mapping[str, float]]:
+    # No compiler may run beside the measured recording and reference executable.
+    os.environ["LAZYSTEP_TIER"] = "reference"
+    return Worker(load_system(name)).work
 
 
 if __name__ == "__main__":
-    main()
+    command("Cost of recording, barriers and the reference executable.", run, make_work)

@@ -18,7 +18,6 @@ the two usual ways to reduce.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import tempfile
@@ -36,7 +35,7 @@ from benchmarks.link import LOOPBACK, LinkError, limited
 from benchmarks.links import CAPTURED, COMMUNICATING, OVERLAP_FUSED, PLAIN_FUSED, Ranks, lazystep
 from benchmarks.step_model import Bucket, Link, Timeline, in_backward, overlapped, plain, ring, tree
 from benchmarks.step_model import fit as fit_link
-from benchmarks.timing import Measurements, PeerError, Report, Table, machine, serve
+from benchmarks.timing import Measurements, PeerError, Report, Table, command, machine
 from lazystep.program.schedule import AHEAD
 
 MODULE = "benchmarks.scaling"
@@ -346,21 +345,5 @@ def run(is_quick: bool) -> Report:
     return Report("scaling", "python -m benchmarks.scaling", facts, tables, measured)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run: 2 ranks, nothing is written")
-    parser.add_argument("--peer", help="serve turns of one rank as JSON (used internally)")
-    arguments = parser.parse_args()
-    if arguments.peer:
-        serve(Rank(arguments.peer).work)
-        return
-    report = run(arguments.quick)
-    print(report.to_markdown())
-    if not arguments.quick:
-        report.write()
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, lambda name: Rank(name).work)

@@ -10,7 +10,6 @@ not run all steps of the cold start: the table says how many it ran, and the res
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import random
@@ -26,7 +25,17 @@ from torch import Tensor
 from . import goals
 from .goals import Goal
 from .models import gpt, make_optimizer
-from .timing import Measurements, Neighbours, Peer, PeerError, Report, Table, interleave, machine, serve
+from .timing import (
+    Measurements,
+    Neighbours,
+    Peer,
+    PeerError,
+    Report,
+    Table,
+    command,
+    interleave,
+    machine,
+)
 from .training_time import TrainingTime
 
 EAGER, AUTOMATIC, DYNAMIC = "eager", "torch.compile", "torch.compile(dynamic=True)"
@@ -280,25 +289,13 @@ def to_table(measured: Measurements, plan: Plan) -> Table:
     return Table("Shapes that vary", columns, rows, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a small model")
-    parser.add_argument("--peer", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.peer:
-        serve(Worker(options.peer).work)
-        return
-    plan = QUICK if options.quick else FULL
+def run(is_quick: bool) -> Report:
+    plan = QUICK if is_quick else FULL
     with tempfile.TemporaryDirectory(prefix="lazystep-shapes-") as directory:
         measured = measure(plan, Path(directory))
     tables = [to_table(measured, plan), goals.to_table(GOALS, measured, measured.others)]
-    report = Report("shapes", "python -m benchmarks.shapes", machine(), tables, {"gpt": measured})
-    print(report.to_markdown())
-    if not options.quick:
-        report.write()
+    return Report("shapes", "python -m benchmarks.shapes", machine(), tables, {"gpt": measured})
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, lambda name: Worker(name).work)

@@ -8,7 +8,6 @@ Trains the small GPT in several widths with eager, with `torch.compile` of the s
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from .models import make_workload
 from .steps import FULL, QUICK, Plan, available, prepare, started
 from .steps_report import COMPILED_STEP, EAGER, OTHERS, STEP
-from .timing import Measurements, Neighbours, Report, Table, interleave, machine
+from .timing import Measurements, Neighbours, Report, Table, command, interleave, machine
 
 WIDTHS = (32, 64, 128, 256)
 VARIANTS = (EAGER, COMPILED_STEP, STEP)
@@ -55,21 +54,13 @@ def to_table(measured: dict[str, Measurements]) -> Table:
     return Table("Step time against width", columns, rows, "GPT, 4 layers, 8 x 64 tokens, AdamW.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run of the two narrowest")
-    is_quick = parser.parse_args().quick
+def run(is_quick: bool) -> Report:
     measured = {}
     for width in WIDTHS[:2] if is_quick else WIDTHS:
         with tempfile.TemporaryDirectory(prefix="lazystep-sizes-") as directory:
             measured[str(width)] = measure_width(width, QUICK if is_quick else FULL, Path(directory))
-    report = Report("sizes", "python -m benchmarks.sizes", machine(), [to_table(measured)], measured)
-    print(report.to_markdown())
-    if not is_quick:
-        report.write()
+    return Report("sizes", "python -m benchmarks.sizes", machine(), [to_table(measured)], measured)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run)

@@ -15,6 +15,7 @@ does not help: it doubles the time of eager's small kernels.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
@@ -321,3 +322,28 @@ class Report:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{self.name}.md").write_text(self.to_markdown())
         (RESULTS / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def command(
+    description: str | None,
+    run: Callable[[bool], Report],
+    make_work: Callable[[str], Callable[..., Mapping[str, float]]] | None = None,
+) -> None:
+    """What a benchmark does as a command: run, print its report and, unless the run is quick, write it.
+
+    `run` is told whether the run is quick. With `make_work` the command can serve as a peer: see `peers`.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke run; nothing is written")
+    if make_work is not None:
+        parser.add_argument("--peer", help="serve the turns of one variant as JSON (used internally)")
+    arguments = parser.parse_args()
+    if make_work is not None and arguments.peer:
+        serve(make_work(arguments.peer))
+        return
+    report = run(arguments.quick)
+    print(report.to_markdown())
+    if not arguments.quick:
+        report.write()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from . import notices
 from .errors import report
-from .notices import give_notices
 from .runtime import runtime
 from .step_closures import DeviceContext, check_device, get_device_context
 
@@ -31,10 +31,15 @@ def mark_step(device: str = "", wait: bool = False) -> None:
 
 def finish_step(context: DeviceContext) -> None:
     """Do what follows the queueing of a step: run its closures, raise what failed, give notices."""
-    context.run_closures()
-    runtime.raise_failures()
-    context.async_failures()
-    give_notices()
+    # Each is asked for before the call that would look: a replay comes here, mostly with nothing to do.
+    if context.ended or context.held:
+        context.run_closures()
+    if runtime.executor.failures:
+        runtime.raise_failures()
+    if context.has_async_handler:
+        context.async_failures()
+    if notices.waiting:
+        notices.give_notices()
 
 
 def run_step_closures() -> DeviceContext:

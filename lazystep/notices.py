@@ -15,7 +15,7 @@ import warnings
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _lock = threading.Lock()
-_waiting: list[str] = []
+waiting: list[str] = []  # notices that no barrier has given yet
 _given: set[str] = set()
 
 
@@ -33,7 +33,7 @@ def notice(kind: str, message: str) -> None:
     with _lock:
         if kind not in _given:
             _given.add(kind)
-            _waiting.append(message)
+            waiting.append(message)
 
 
 def user_level() -> int:
@@ -46,23 +46,23 @@ def user_level() -> int:
 
 def give_notices() -> None:
     """Warn about all waiting notices, at the user's line. Called by barriers."""
-    if not _waiting:
+    if not waiting:
         return
     with _lock:
-        messages, _waiting[:] = list(_waiting), []
+        messages, waiting[:] = list(waiting), []
     for number, message in enumerate(messages):
         try:
             warnings.warn(message, LazyStepWarning, stacklevel=user_level())
         except LazyStepWarning:
             with _lock:
-                _waiting[:0] = messages[number + 1 :]  # keep the rest when a filter makes this warning raise
+                waiting[:0] = messages[number + 1 :]  # keep the rest when a filter makes this warning raise
             raise
 
 
 def print_notices() -> None:
     """Print all waiting notices to standard error. Called at exit, when no barrier follows."""
     with _lock:
-        messages, _waiting[:] = list(_waiting), []
+        messages, waiting[:] = list(waiting), []
     for message in messages:
         print(f"lazystep: {message}", file=sys.stderr)
 
@@ -70,5 +70,5 @@ def print_notices() -> None:
 def forget() -> None:
     """Forget which notices have been given (for tests)."""
     with _lock:
-        _waiting.clear()
+        waiting.clear()
         _given.clear()

@@ -37,21 +37,24 @@ class Ready(NamedTuple):
 class ReadyReplays:
     """Makes the ready runs of one captured step. Belongs to the thread that holds the recorder's lock."""
 
-    def __init__(self, executable: TieredExecutable, state: State, places: Sequence[int]) -> None:
-        """`places`: where in a replay's list of numbers each scalar of the program is."""
+    def __init__(
+        self, executable: TieredExecutable, state: State, places: Sequence[int], own: Sequence[int]
+    ) -> None:
+        """`places`: where in a replay's list of numbers each scalar of the program is.
+
+        `own`: positions of the inputs that each replay has its own of.
+        """
         self._executable = executable
         self._state = state
         self._places = places
+        self._own = own
         # The call for this state and library; None if it can't be made.
         self._bound: Bound | None = None
         self._licence: Licence | None = None
         self._call: ReadyCall | None = None
 
-    def make(self, binding: Binding, own: Sequence[int], numbers: list[Any]) -> Ready | None:
-        """The run of a replay that has been committed; None if it needs Python. Does not wait.
-
-        `own`: positions of the inputs that the replay has its own of.
-        """
+    def make(self, numbers: list[Any], binding: Binding) -> Ready | None:
+        """The run of a replay that has been committed; None if it needs Python. Does not wait."""
         licence = self._executable.licence
         is_other = licence is not None and licence is not self._licence  # None: a run in Python goes on
         if is_other or binding.bound is not self._bound:
@@ -70,7 +73,7 @@ class ReadyReplays:
             if inputs is None:
                 return None  # a tensor is not there yet
             native, count = licence.library.native, licence.thread_count
-            self._call = native.make_ready_call(inputs, own, self._places, licence.fixed, count)
+            self._call = native.make_ready_call(inputs, self._own, self._places, licence.fixed, count)
             self._licence, self._bound = licence, binding.bound
         run = self._call.make_run(tensors, numbers) if self._call is not None else None
         return None if run is None else Ready(run, licence)

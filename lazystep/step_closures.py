@@ -103,13 +103,14 @@ class DeviceContext:
         self.step = 0  # barriers crossed so far
         self.sync_handler = ClosureHandler()
         self._async_handler: AsyncClosureHandler | None = None
+        self.has_async_handler = False
         self._lock = threading.Lock()
         self._sync: list[StepClosure] = []
         self._async: list[StepClosure] = []
         # Closures of ended steps, for `run_closures`. The async ones are already frozen.
-        self._ended: list[tuple[list[StepClosure], list[StepClosure]]] = []
+        self.ended: list[tuple[list[StepClosure], list[StepClosure]]] = []
         # Async closures of ended steps that are not queued yet.
-        self._held: list[StepClosure] = []
+        self.held: list[StepClosure] = []
         self._is_queueing = False  # a thread is queueing them
 
     def __repr__(self) -> str:
@@ -122,6 +123,7 @@ class DeviceContext:
             if self._async_handler is None:
                 when_full = WhenFull(settings.async_queue_policy)
                 self._async_handler = AsyncClosureHandler(settings.max_async_queue, when_full)
+                self.has_async_handler = True
             return self._async_handler
 
     def add(self, closure: StepClosure, run_async: bool) -> None:
@@ -165,7 +167,7 @@ class DeviceContext:
         for closure in async_closures:
             closure.freeze()
         with self._lock:
-            self._ended.append((async_closures, sync_closures))
+            self.ended.append((async_closures, sync_closures))
 
     def run_closures(self) -> None:
         """Queue the async closures of ended steps, then run the sync closures. Call after the barrier.
@@ -176,13 +178,13 @@ class DeviceContext:
         If a sync closure raises, the remaining ones still run, and then its exception is raised here. Blocks
         while the async queue is full and its policy is to wait.
         """
-        if not (self._ended or self._held):
+        if not (self.ended or self.held):
             return
         with self._lock:
-            ended, self._ended = self._ended, []
+            ended, self.ended = self.ended, []
         sync_closures = [closure for _, closures in ended for closure in closures]
         with self._lock:
-            self._held += [closure for closures, _ in ended for closure in closures]
+            self.held += [closure for closures, _ in ended for closure in closures]
         handler = self._async_handler
         if handler is None or not handler.has_failures:
             self._queue_held()
@@ -198,10 +200,10 @@ class DeviceContext:
         try:
             while True:
                 with self._lock:
-                    if not self._held:
+                    if not self.held:
                         self._is_queueing = False
                         return
-                    closure = self._held.pop(0)
+                    closure = self.held.pop(0)
                 self.async_handler.put(closure)
         except BaseException:
             self._is_queueing = False
@@ -221,23 +223,23 @@ class DeviceContext:
         """The number of async closures of ended steps that have not finished."""
         handler = self._async_handler
         queued = 0 if handler is None else handler.num_waiting + (handler._running is not None)
-        return queued + len(self._held)
+        return queued + len(self.held)
 
     def close(self, timeout: float) -> list[str]:
         """Wait up to `timeout` seconds for async closures. Returns the names of closures that did not run."""
         handler = self._async_handler
         # Not `_queue_held`, which may wait for a place in the queue for longer than the timeout.
-        while self._held and handler is not None and handler.num_waiting < handler.max_queue_size:
-            handler.put(self._held.pop(0))
+        while self.held and handler is not None and handler.num_waiting < handler.max_queue_size:
+            handler.put(self.held.pop(0))
         dropped = handler.close(timeout) if handler is not None else []
-        dropped += [closure.description for closure in self._held]
+        dropped += [closure.description for closure in self.held]
         rest = [closure for closures in self.take() for closure in closures]
         for closure in rest:
             closure.step = self.step + 1
         return dropped + [f"{closure.description} whose step never reached its barrier," for closure in rest]
 
 
-_contexts = {"lazy:0": DeviceContext("lazy:0")}
+lazy_context = DeviceContext("lazy:0")
 
 
 def check_device(device: Any) -> None:
@@ -255,7 +257,7 @@ def get_device_context(device: Any = None) -> DeviceContext:
         lazystep.get_device_context().step      # barriers crossed so far
     """
     check_device(device)
-    return _contexts["lazy:0"]
+    return lazy_context
 
 
 def add_step_closure(

@@ -33,3 +33,6 @@ def is_same(a: Any, b: Any, /) -> bool:
 
     Floats are compared by their bits: 0.0 is not -0.0, and a NaN is itself. So are types: 1 is not True.
     """
+
+def to_float32(number: float, /) -> float:
+    """The nearest number that has 32 bits, as a float. Infinite if the number is too large."""

@@ -19,16 +19,15 @@ from ..record._recorder import settings_and_keys
 Hooks = dict[int, Any]
 
 
-def hooks_of_all() -> list[Hooks]:
-    """The global hooks, which apply to every module and every optimizer. Live dicts."""
-    return [
-        modules._global_forward_hooks,
-        modules._global_forward_pre_hooks,
-        modules._global_backward_hooks,
-        modules._global_backward_pre_hooks,
-        optimizers._global_optimizer_pre_hooks,
-        optimizers._global_optimizer_post_hooks,
-    ]
+# The global hooks, which apply to every module and every optimizer. Live dicts, which torch never replaces.
+HOOKS_OF_ALL: tuple[Hooks, ...] = (
+    modules._global_forward_hooks,
+    modules._global_forward_pre_hooks,
+    modules._global_backward_hooks,
+    modules._global_backward_pre_hooks,
+    optimizers._global_optimizer_pre_hooks,
+    optimizers._global_optimizer_post_hooks,
+)
 
 
 def hooks_of_tensors(tensors: Sequence[torch.Tensor]) -> list[Hooks]:

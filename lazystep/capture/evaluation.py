@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..program.program import Number
 from ..record._recorder import Counts
+from ._places import to_float32
 from .op_numbers import COUNT_TYPES, Count
 from .places import Place
 from .recorded import RecordedCall
@@ -42,7 +41,7 @@ class Evaluation:
         self._counts = [
             Counts([counts[source].tensor for source in (first, *others)]) for first, others in groups.items()
         ]
-        names: dict[str, Any] = {"_float32": lambda x: float(np.float32(x)), "_float64": float}
+        names: dict[str, Any] = {"_float32": to_float32, "_float64": float}
         for number, group in enumerate(self._counts):
             names |= {f"read{number}": group.read, f"write{number}": group.write}
         variables = {first: f"count{number}" for number, first in enumerate(groups)}

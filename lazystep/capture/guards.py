@@ -18,7 +18,7 @@ import torch
 from ..record._recorder import TensorFlags, plain_modes
 from ..record.tensor import HAS_GRADIENT, HAS_HOOKS, find_handle, gradient_flags
 from ._places import Plan, dict_of_class, is_same
-from .ambient import hooks_of_all, hooks_of_tensors, modes
+from .ambient import HOOKS_OF_ALL, hooks_of_tensors, modes
 from .c_calls import answer_of
 from .place_finder import dict_of
 from .places import MISSING, Kind, Place
@@ -264,7 +264,7 @@ class Guards:
         now = plain_modes()
         if (now != self._plain_modes or now < 0) and modes() != self._modes:
             return None
-        if any(hooks_of_all()) != bool(self._hooks) or not self._tensor_flags.hold(values):
+        if any(HOOKS_OF_ALL) != bool(self._hooks) or not self._tensor_flags.hold(values):
             return None
         return values if not self._has_rare or self._holds_rarely(values) else None
 
@@ -273,7 +273,7 @@ class Guards:
         tensors = [values[position] for position in self._tensors]
         if self._partition is not None and _partition(tensors) != self._partition:
             return False
-        if self._hooks and [list(one) for one in hooks_of_all()] != self._hooks:
+        if self._hooks and [list(one) for one in HOOKS_OF_ALL] != self._hooks:
             return False
         if self._has_hooks and [list(o) for o in hooks_of_tensors(tensors)] != self._tensor_hooks:
             return False
@@ -318,7 +318,7 @@ class Guards:
                 return f"{name} from {old!r} to {new!r}"
         if len(self._modes) != len(now):
             return "the modes that torch is in"
-        if [list(one) for one in hooks_of_all()] != (self._hooks or [[] for _ in hooks_of_all()]):
+        if [list(one) for one in HOOKS_OF_ALL] != (self._hooks or [[] for _ in HOOKS_OF_ALL]):
             return "the hooks of all modules or optimizers"
         tensors = [values[position] for position in self._tensors]
         places = self._names
@@ -351,7 +351,7 @@ class Guards:
 
 def ambient() -> tuple[Any, ...]:
     """Torch's modes and global hooks now, for `Guards`."""
-    hooks = [list(one) for one in hooks_of_all()]
+    hooks = [list(one) for one in HOOKS_OF_ALL]
     return modes(), plain_modes(), hooks if any(hooks) else []
 
 

@@ -45,10 +45,11 @@ class Context:
         self.outputs: Handles[Handle]
         self.tensors: dict[int, Any] = {}
 
-    def output(self, position: int, key: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def output(self, position: int, key: int, make: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
         """A tensor for this output. Leaves that were one object, with this key, become one object again."""
         if key not in self.tensors:
-            self.tensors[key] = make(wrap(self.outputs[position]))
+            tensor = wrap(self.outputs[position])
+            self.tensors[key] = tensor if make is None else make(tensor)
         return self.tensors[key]
 
 
@@ -149,14 +150,14 @@ class Recipes:
         raise NotReplayableError(f"it keeps {describe(new)}, which a replay can't make")
 
 
-def _kind_of_tensor(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that turns a plain tensor into the same sort: a parameter, a leaf, or a plain result."""
+def _kind_of_tensor(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A function that turns a plain tensor into a parameter or a leaf; None if it is a plain result."""
     if isinstance(tensor, torch.nn.Parameter):
         wants_gradient = tensor.requires_grad
         return lambda made: torch.nn.Parameter(made, wants_gradient)
     if tensor.requires_grad and tensor.is_leaf:
         return torch.Tensor.requires_grad_
-    return lambda made: made
+    return None
 
 
 def _another_tensor(tensor: Any) -> Any:

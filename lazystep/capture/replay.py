@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..interrupts import uninterrupted
-from ..ready import Ready, ReadyReplays
-from ..record._recorder import Binding, State
+from ..ready import ReadyReplays
+from ..record._recorder import State
 from ..record.handle import Handle, Handles, Memory, adopt_host_tensor
 from ..record.tensor import find_handle, find_handles, retype
 from ..runtime import runtime
@@ -75,7 +75,12 @@ class Replay:
         self.lasting = self._find_lasting(earlier, call)
         self._numbers = Evaluation(call, self._expressions, self.guards.outputs)
         self._slots = self._numbers.positions[: len(self._program.scalars)]
-        self._ready = ReadyReplays(self.variant.executable, self._state, self._slots)
+        own = [position for position, _ in self._arguments]
+        own += [position for position, _ in self._fresh if position >= 0]
+        own += [position for position, _, _ in self._moved_counts]
+        self._ready = ReadyReplays(self.variant.executable, self._state, self._slots, own)
+        # Most steps return one tensor.
+        self._returned = self._results[0] if self._result_spec.is_leaf() else None
 
     # -- binding -------------------------------------------------------------------------------------
 
@@ -418,9 +423,11 @@ class Replay:
         """
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
-        given = self._inputs(leaves, values)
+        given = self._state.given(values, leaves) if self._is_plain else None
         if given is None:
-            return False, None
+            given = self._look_closely(leaves, values)
+            if given is None:
+                return False, None
         made: Context | None = None
         while made is None:
             # From the first count that advances to the last place that is rebound: no half step is left.
@@ -430,15 +437,15 @@ class Replay:
                         made = self._queue(leaves, values, given, context)
                         if made is None:
                             return False, None
-                if made is not None:
+                if made is not None and (self._rebinds or self._retypes_at):
                     self._rebind(made)
             if made is None:
                 runtime.executor.wait_for_room()
         if profile is not None:
             profile.add("replay", "recording", start, time.perf_counter())
+        if self._returned is not None:
+            return True, self._returned(made)
         results = [recipe(made) for recipe in self._results]
-        if self._result_spec.is_leaf():  # fast path: most steps return one tensor
-            return True, results[0]
         return True, pytree.tree_unflatten(results, self._result_spec)
 
     def _queue(
@@ -474,10 +481,7 @@ class Replay:
                 moved = torch.tensor(made.number(index), dtype=dtype)
                 given.append((position, adopt_host_tensor(moved)))
             scalars = functools.partial(_take, numbers, self._slots)
-
-            def make_ready(binding: Binding) -> Ready | None:
-                return self._ready.make(binding, [position for position, _ in given], numbers)
-
+            make_ready = functools.partial(self._ready.make, numbers)
             runtime.replay(self.variant, self._state, given, scalars, make_ready, context, add_closures)
         except BaseException:
             if not is_queued and before:  # then the counts are those of the step before
@@ -496,16 +500,12 @@ class Replay:
         for place, value in new:
             place.set(value)
 
-    def _inputs(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
+    def _look_closely(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
         """The handles of arguments, with their positions; None if types or memory sharing have changed.
 
-        Then `_state` has those of all other inputs except fresh ones.
+        Then `_state` has those of all other inputs except fresh ones. Only needed if the state is not that of
+        the last replay, or inputs share memory.
         """
-        given = self._state.given(values, leaves) if self._is_plain else None
-        return self._look_closely(leaves, values) if given is None else given
-
-    def _look_closely(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
-        """As `_inputs`, if the state is not that of the last replay, or inputs share memory."""
         handles = self._read_state([values[number] for number in self._tensors])
         if handles is None:
             return None  # a place holds no lazy tensor, or one of another type

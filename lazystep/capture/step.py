@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -17,11 +17,11 @@ from ..errors import CaptureError
 from ..notices import LazyStepWarning, user_level
 from ..program.difference import first_difference
 from ..record import observer
-from ..record._recorder import take_arguments
+from ..record._recorder import num_entries, take_arguments
 from ..record.handle import Handle
 from ..record.tensor import find_handle
 from ..runtime import runtime
-from ..step_closures import DeviceContext, get_device_context
+from ..step_closures import DeviceContext, lazy_context
 from ._places import is_same
 from .arguments import (
     Kind,
@@ -155,14 +155,10 @@ class Step(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Record or replay one step and queue it. Does not wait for values. Raises as `mark_step` does."""
-        if observer.current() is not None:  # inside another captured step, which records it
-            inner = GivenContainers(args, kwargs)
-            try:
-                own_args, own_kwargs = inner.fill(*take_apart(args, kwargs))
-                return self._function(*own_args, **own_kwargs)
-            finally:
-                inner.take_back()
-        observer.wait_for_other_threads()
+        if observer.anywhere() is not None:
+            if observer.current() is not None:  # inside another captured step, which records it
+                return self._call_inside(args, kwargs)
+            observer.wait_for_other_threads()
         structure: Structure
         taken = None if kwargs else take_arguments(args)
         if taken is not None:  # most steps are called like this
@@ -170,11 +166,14 @@ class Step(Generic[P, R]):
         else:
             leaves, structure = take_apart(args, kwargs)
             kind = kind_of(leaves, structure)
-        context = get_device_context()
-        runtime.flush()
-        captures = self._captures_of(kind)
+        if num_entries() or runtime.recorder.is_forked:
+            runtime.flush()
+        captures = self._captures.get(kind)
+        if captures is None:
+            captures = self._captures_of_new(kind)
+        else:
+            self._num_new_kinds = 0
         result: R
-        given = GivenContainers(args, kwargs)
         moved: MovedArguments | None = None
         for replay in captures.replays:
             values = replay.guards.hold()
@@ -182,28 +181,35 @@ class Step(Generic[P, R]):
                 continue
             if self._is_audit_due(replay):
                 moved = MovedArguments(args, kwargs, leaves, structure)
-                result = self._audit(captures, replay, values, leaves, structure, given, context)
+                given = GivenContainers(args, kwargs)
+                result = self._audit(captures, replay, values, leaves, structure, given, lazy_context)
                 break
-            is_done, result = replay.run(leaves, values, context)
+            is_done, result = replay.run(leaves, values, lazy_context)
             if is_done:
                 self.num_replayed += 1
                 replay.last_call = self.num_recorded + self.num_replayed
                 break
         else:
             moved = MovedArguments(args, kwargs, leaves, structure)
-            result = self._record(captures, leaves, structure, given, context)
-        finish_step(context)
+            given = GivenContainers(args, kwargs)
+            result = self._record(captures, leaves, structure, given, lazy_context)
+        finish_step(lazy_context)
         if moved is not None and self._last_program is not None:
             (inputs, written), self._last_program = self._last_program, None
             moved.check(self._name, inputs, written)
         return result
 
-    def _captures_of(self, kind: Kind) -> _Captures:
-        """The captures for calls of this kind. Of the kinds without a replay, the oldest are forgotten."""
-        captures = self._captures.get(kind)
-        if captures is not None:
-            self._num_new_kinds = 0
-            return captures
+    def _call_inside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> R:
+        """The call as a part of another step, which is being recorded."""
+        inner = GivenContainers(args, kwargs)
+        try:
+            own_args, own_kwargs = inner.fill(*take_apart(args, kwargs))
+            return self._function(*own_args, **own_kwargs)
+        finally:
+            inner.take_back()
+
+    def _captures_of_new(self, kind: Kind) -> _Captures:
+        """Captures for calls of a new kind. Of the kinds without a replay, the oldest are forgotten."""
         self._num_new_kinds += 1
         last = next(reversed(self._captures), None)
         changed = "" if last is None else kind_difference(last, kind)

@@ -63,17 +63,19 @@ class Executor:
         """`may_run_here`: whether the calling thread, which waits, may run a step by itself now."""
         self._may_run_here = may_run_here
         # Notified at the end of each step, for threads that wait. The executor thread sleeps at the bell.
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._bell = make_bell()
         # Runs without Python: they stay in the queue until they are settled. See [Note: chain] in chain.h.
         self._chain = make_chain()
         self._is_chained = False  # the executor thread is in the chain, or about to be
         self._num_waiting = 0  # threads that wait in Python for a run to end
-        self._num_failed = 0  # runs
+        # Runs that have failed. A run that is made ready has no input of a run that failed before.
+        self.num_failed = 0
         self._queue: deque[Run] = deque()
         self._running: Run | None = None
         self._runner = 0  # the thread that runs it, 0 for none
-        self._failures: list[LazyStepError] = []
+        self.failures: list[LazyStepError] = []  # for `take_failures`
         self._thread: threading.Thread | None = None
         self._closed = False
         # torch's state of the executor thread, in which another thread runs a step.
@@ -91,7 +93,9 @@ class Executor:
 
     def has_room(self) -> bool:
         """Whether another step may be submitted within the bound on steps in flight."""
-        return self.num_in_flight < settings.max_in_flight
+        # As `num_in_flight`, without a call: each replay asks.
+        running = self._running is not None
+        return len(self._queue) + running - self._chain.num_unsettled < settings.max_in_flight
 
     @property
     def num_in_flight(self) -> int:
@@ -104,8 +108,9 @@ class Executor:
         After `close`, for example in an `atexit` handler, the step runs on the calling thread: the
         interpreter no longer starts threads then.
         """
-        with self._condition:
-            self._settle()
+        with self._lock:  # itself: the condition's methods are Python, and a replay pays for each call
+            if self._chain.num_unsettled:
+                self._settle()
             if not self._closed:
                 if self._thread is None:
                     thread = threading.Thread(target=self._work, name="lazystep-executor", daemon=True)
@@ -117,7 +122,7 @@ class Executor:
                 self._submitter = threading.get_ident()
                 self._last_step = run.step
                 run.runner = self
-                if run.num_failed != self._num_failed:
+                if run.num_failed != self.num_failed:
                     run.ready = None  # an input may be half updated since
                 was_empty = not self._queue
                 self._queue.append(run)
@@ -139,11 +144,6 @@ class Executor:
     def takes_ready(self) -> bool:
         """Whether the next step is of use as a ready run: the executor thread is in the chain, or busy."""
         return self._is_chained or self._running is not None or bool(self._queue)
-
-    @property
-    def num_failed(self) -> int:
-        """How many runs have failed. A run that is made ready has no input of a run that failed before."""
-        return self._num_failed
 
     @property
     def expects_wait(self) -> bool:
@@ -210,17 +210,15 @@ class Executor:
 
     def take_failures(self) -> list[LazyStepError]:
         """The failures since the last call that no read has reported. Each failure is returned once."""
-        if not self._failures:
-            return []
         with self._condition:
-            failures, self._failures = self._failures, []
+            failures, self.failures = self.failures, []
         # Looked at here and not where a read reports: the read may wake before the failure is in the list.
         return [failure for failure in failures if not failure.is_reported]
 
     def _keep(self, failure: LazyStepError) -> None:
         """Keep a failure for `take_failures`. Needs the lock."""
         metrics.count("steps_failed")
-        self._failures.append(failure)
+        self.failures.append(failure)
 
     def close(self, timeout: float) -> list[Run]:
         """Wait up to `timeout` seconds for queued steps, then end the thread. Returns the dropped steps."""
@@ -446,7 +444,7 @@ class Executor:
             self._keep(failure)
         if run.error is not None:
             # Runs that were made ready before do not know of memory that is half updated since.
-            self._num_failed += 1
+            self.num_failed += 1
             for queued in self._queue:
                 queued.ready = None
         self._chain.note_end()

@@ -49,7 +49,7 @@ class Recorder:
         self.barrier = barrier
         # Held for a cut or a read, never while waiting for anything.
         self.lock = threading.RLock()
-        self._is_forked = False
+        self.is_forked = False  # this process is a forked child of the one that has the executor thread
         watch("max_instructions", _recorder.set_max_entries)
 
     @property
@@ -75,17 +75,12 @@ class Recorder:
 
     def refuse_after_fork(self) -> None:
         """Make every lazy op and every barrier of this process raise `ForkError`."""
-        self._is_forked = True
+        self.is_forked = True
         _recorder.refuse()
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a forked child of the one that has the executor thread."""
-        return self._is_forked
 
     def check_fork(self) -> None:
         """Raise `ForkError` in a forked child: the executor thread has stayed in the parent."""
-        if self._is_forked:
+        if self.is_forked:
             raise ForkError(
                 f"a lazy tensor was used in a forked child, at {user_line(2)}: the executor thread stayed in "
                 'the parent. Use CPU tensors in workers and .to("lazy") in the parent, or start workers with '

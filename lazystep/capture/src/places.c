@@ -433,6 +433,13 @@ static PyObject *same(PyObject *module, PyObject *args)
     return PyBool_FromLong(is_same(a, b));
 }
 
+static PyObject *to_float32(PyObject *module, PyObject *number)
+{
+    (void)module;
+    double value = PyFloat_AsDouble(number);
+    return value == -1.0 && PyErr_Occurred() ? NULL : PyFloat_FromDouble((float)value);
+}
+
 static PyObject *dict_of_class(PyObject *module, PyObject *type)
 {
     (void)module;
@@ -445,6 +452,7 @@ static PyObject *dict_of_class(PyObject *module, PyObject *type)
 
 static PyMethodDef functions[] = {
     {"dict_of_class", dict_of_class, METH_O, "The dict of a class itself, which `__dict__` only shows."},
+    {"to_float32", to_float32, METH_O, "The nearest number that has 32 bits, as a float."},
     {"is_same", same, METH_VARARGS, "Whether two values are the same to any code that computes with them."},
     {NULL, NULL, 0, NULL},
 };

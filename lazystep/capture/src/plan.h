@@ -37,6 +37,8 @@ typedef struct {
     PyObject *object; /* LIVE_TYPE: has the type `value`. LIVE_ITEM: a list with `value` at `index`. */
     PyObject *value;
     Py_ssize_t index;
+    PyObject *dict;   /* LIVE_TYPE: of the object's attributes, or NULL */
+    PyObject **where; /* LIVE_TYPE: where the object has its dict. LIVE_ITEM: where the value was, to prefetch. */
 } Live;
 
 typedef struct {

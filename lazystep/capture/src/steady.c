@@ -127,7 +127,7 @@ static int write_down(Plan *plan, PyObject **values, PyObject *outputs)
         int is_item = row->get == DICT_ITEM || row->get == ITEM;
         int has_version = row->get == NO_GRAD; /* the flags of the tensor tell */
         int looks_inside = row->check == SIZE || row->check == KEYS;
-        Live live = {LIVE_ROW, i, NULL, NULL, 0};
+        Live live = {LIVE_ROW, i, NULL, NULL, 0, NULL, NULL};
         if (container == NULL) {
             has_version = 1; /* nothing is where the container would be, and that has been compared */
         }
@@ -139,10 +139,15 @@ static int write_down(Plan *plan, PyObject **values, PyObject *outputs)
             has_version = 1;
         }
         else if (is_item && PyList_Check(container) && !looks_inside && index_of(row) >= 0) {
-            live = (Live){LIVE_ITEM, i, container, value, index_of(row)};
+            Py_ssize_t index = index_of(row);
+            live = (Live){LIVE_ITEM, i, container, value, index, NULL, &((PyListObject *)container)->ob_item[index]};
         }
         else if (row->get == TYPE_OF) {
-            live = (Live){LIVE_TYPE, i, container, row->expected, 0};
+            live = (Live){LIVE_TYPE, i, container, row->expected, 0, NULL, NULL};
+            if (PyDict_Check(row->key)) {
+                live.dict = row->key;
+                live.where = _PyObject_GetDictPtr(container); /* not NULL: see has_dict */
+            }
         }
         if (has_version && looks_inside && value != NULL) {
             /* The object is known; what is inside has a version of its own, or is compared each time. */
@@ -251,7 +256,8 @@ static int rows_still_fit(Plan *plan, Watch *watch)
 static int live_still_fits(Plan *plan, Live *live)
 {
     if (live->how == LIVE_TYPE) {
-        return (PyObject *)Py_TYPE(live->object) == live->value && has_dict(live->object, plan->rows[live->row].key);
+        /* Objects of one type have their dict in the same place. */
+        return (PyObject *)Py_TYPE(live->object) == live->value && (live->dict == NULL || *live->where == live->dict);
     }
     PyObject *value;
     if (live->how == LIVE_ITEM) {
@@ -285,6 +291,10 @@ static int read_remembered(Plan *plan)
     for (Py_ssize_t i = 0; i < plan->num_live; i++) {
         if (plan->live[i].object != NULL) {
             __builtin_prefetch(&((PyVarObject *)plan->live[i].object)->ob_size);
+            __builtin_prefetch(plan->live[i].where);
+        }
+        else {
+            __builtin_prefetch(&plan->rows[plan->live[i].row]);
         }
     }
     int fits_still = 1;
