@@ -187,6 +187,13 @@ size_t num_casts() {
   return casts().size();
 }
 
+int casts_around() {
+  // torch has no question for the depth.
+  bool is_nested = at::autocast::increment_nesting() > 1;
+  at::autocast::decrement_nesting();
+  return (is_nested ? 1 : 0) | (num_casts() > 0 ? 2 : 0);
+}
+
 bool is_autocast_out_of_step() {
   auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   return !excluded.has(c10::DispatchKey::AutocastCPU) && excluded.has(c10::DispatchKey::AutocastXLA);

@@ -34,6 +34,9 @@ at::Tensor cast_to_lower(const at::Tensor& tensor);
 void clear_casts();
 // How many are kept.
 size_t num_casts();
+// Whether casts of an op now may come from, or go to, somebody outside: 1 if a block is open in this thread, which
+// keeps the casts of blocks inside it also if it is switched off, and 2 if some thread has kept a cast.
+int casts_around();
 
 // Whether autocast is on for CPU tensors of this thread, and off for lazy ones: somebody went past
 // device/autocast.py.

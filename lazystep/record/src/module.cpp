@@ -280,6 +280,7 @@ void define_autocast(py::module_& module) {
   module.def("cast_to_lower", &cast_to_lower);
   module.def("clear_casts", &clear_casts, py::call_guard<py::gil_scoped_release>());
   module.def("num_casts", &num_casts);
+  module.def("casts_around", &casts_around);
 }
 
 void define_registration(py::module_& module) {
