@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._device import DeviceContext
 
-from ..record._recorder import settings_and_keys
+from ..record._recorder import casts_around, settings_and_keys
 
 Hooks = dict[int, Any]
 
@@ -46,6 +46,7 @@ def modes() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
+        casts_around(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_anomaly_enabled(),

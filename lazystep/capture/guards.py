@@ -76,6 +76,7 @@ _MODE_NAMES = (
     "autocast",
     "the type of autocast",
     "autocast's cache of casts",
+    "casts that autocast keeps around the call",
     "the default type",
     "deterministic algorithms",
     "anomaly mode",

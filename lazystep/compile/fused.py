@@ -4,9 +4,9 @@ Inductor does not know all fused kernels. It calls those that it knows with the 
 so each new learning rate of a schedule would need another library. So `whole_call` writes the call as text
 for the op `lazystep::update` (`execute/fused.h`), with the learning rate as an input of the library.
 
-A call whose tensors have low precision or are parts of a larger memory, or that leaves unscaled gradients
-behind for somebody, is decomposed into plain ops that Inductor knows. The formulas are those of torch's CPU
-kernels.
+A call whose tensors are parts of a larger memory or have other types than their parameters, or that leaves
+unscaled gradients behind for somebody, is decomposed into plain ops that Inductor knows. The formulas are
+those of torch's CPU kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def whole_call(
             if layout_of(program.values[ref.value].type) != layout_of(program.values[parameter.value].type):
                 return None
             if name != "grads":
-                is_real = program.values[ref.value].type.dtype in (torch.float32, torch.float64)
+                is_real = program.values[ref.value].type.dtype.is_floating_point
                 if not is_real or not is_whole(program, ref.value, whole):
                     return None
                 written[place_of(program, ref.value)] = ref.value

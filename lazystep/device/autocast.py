@@ -12,13 +12,18 @@ import threading
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedError
 from ..record import _recorder
 from ..record.source import user_line
+from ..record.tensor import is_lazy
 from .cast_policies import names_of_cast_ops, policy_of
 from .patches import wrapping
 
+_KEY = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastXLA"))
 _XLA = "xla"  # torch's name of the device whose key lazy tensors use
 # Reentrant: finding out the policies enters autocast.
 _lock = threading.RLock()
@@ -54,6 +59,7 @@ def extend_autocast() -> None:
         if is_enabled:
             register_policies()
         set_enabled(_XLA, is_enabled)
+        _recorder.include_casts(is_enabled)
 
     @wrapping(torch, "set_autocast_enabled")
     def set_autocast_enabled(original: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,8 +87,10 @@ def register_policies() -> None:
     with _lock:
         if not _has_policies:
             _has_policies = True
-            for name in names_of_cast_ops():
-                register_policy(name)
+            # The first block may be inside a transform or a mode, which would take the ops apart.
+            with temporarily_clear_interpreter_stack(), _disable_current_modes():
+                for name in names_of_cast_ops():
+                    register_policy(name)
             library = torch.library.Library("aten", "IMPL")
             for name in _TAKEN_APART:
                 library.impl(name, _taking_apart(name), "AutocastXLA")
@@ -105,10 +113,10 @@ def _taking_apart(name: str) -> Any:
     func = getattr(torch.ops.aten, name).default
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):
+        if _casts(args, kwargs):
             # CPU's kernel calls ops only. They reach autocast and then the recorder, one by one.
             return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
-        with torch._C._DisableAutocast():
+        with _passing():
             return func(*args, **kwargs)
 
     return kernel
@@ -118,16 +126,26 @@ def _refusing(name: str) -> Any:
     func = getattr(torch.ops.aten, name).default
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):
+        if _casts(args, kwargs):
             raise UnsupportedError(
                 f"{func} at {user_line()}: under autocast, eager casts inside this op's kernel, which a "
                 "recorded op can't do. Call it in a block of its own, on float32 tensors: "
                 'with torch.autocast("lazy", enabled=False)'
             )
-        with torch._C._DisableAutocast():
+        with _passing():
             return func(*args, **kwargs)
 
     return kernel
+
+
+def _casts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autocast is on, and concerns a lazy tensor. Tensors of other devices come by, too."""
+    return torch.is_autocast_enabled("cpu") and any(map(is_lazy, tree_leaves((args, kwargs))))
+
+
+def _passing() -> Any:
+    """Inside, an op goes past our key, to the autocast of its own device."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEY)
 
 
 def _as_cpu(device: Any) -> Any:

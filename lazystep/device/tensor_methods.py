@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import metrics
 from ..errors import UnsupportedError
@@ -38,7 +39,8 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(self, *args, **kwargs) if is_lazy(self) else original(self, *args, **kwargs)
+        is_ours = is_lazy(self) and not isinstance(self, FakeTensor)  # a fake of a lazy tensor has no handle
+        return ours(self, *args, **kwargs) if is_ours else original(self, *args, **kwargs)
 
     setattr(torch.Tensor, name, method)
 

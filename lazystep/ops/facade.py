@@ -48,7 +48,10 @@ class CpuFacade(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if torch.is_inference_mode_enabled() and is_composite(func):
-            return run_composite(func, args, kwargs or {})  # its parts may ask, too
+            # Its parts may ask, too. In here torch would not note which part is a view, and only a view of an
+            # ordinary tensor requires gradients as its base does.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                return run_composite(func, args, kwargs or {})
         facades: dict[int, CpuFacade] = {}
 
         def unwrap(arg: Any) -> Any:
@@ -64,9 +67,7 @@ class CpuFacade(torch.Tensor):
                 return out
             if id(out) in facades:
                 return facades[id(out)]
-            # Under inference mode, a view of an ordinary tensor requires gradients if its base does.
-            is_view = torch.is_inference_mode_enabled() and not out.is_inference()
-            return _facade(out).requires_grad_(is_view and any(f.requires_grad for f in facades.values()))
+            return _facade(out)
 
         lazy_args, lazy_kwargs = tree_map(unwrap, (args, kwargs or {}))
         if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():

@@ -113,7 +113,7 @@ def fused_calls_in(graph: torch.fx.GraphModule) -> list[Any]:
     return [node for node in updates_in(graph) if node.args[-1].startswith("fused ")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_optimizer_is_one_node_and_equals_the_reference(
     name: str, dtype: torch.dtype, lowered: type[Lowered]

@@ -241,18 +241,20 @@ def attention(d: str) -> Any:
     return out, weights, direct, x.grad, gradients(layer)
 
 
-def recurrent(kind: Any, **options: Any) -> Case:
+def recurrent(kind: Any, dtype: torch.dtype = BF16, **options: Any) -> Case:
     def run(d: str) -> Any:
         torch.manual_seed(0)
         layer = kind(5, 6, 2, **options).to(d)
         x = data(d, 4, 3, 5).requires_grad_()
-        with torch.autocast(d):
+        with torch.autocast(d, dtype):
             out = layer(x * 1)[0]
             out = out + layer(x * 2)[0]  # the casts of the weights are shared
-        with torch.no_grad(), torch.autocast(d):
+        with torch.no_grad(), torch.autocast(d, dtype):
             evaluated = layer(x)[0]
+        with torch.inference_mode(), torch.autocast(d, dtype):
+            inferred = layer(x)[0]
         out.float().square().sum().backward()
-        return out, evaluated, x.grad, gradients(layer)
+        return out, evaluated, inferred, x.grad, gradients(layer)
 
     return run
 
@@ -263,7 +265,49 @@ CASES |= {
     "lstm_with_projection": recurrent(nn.LSTM, proj_size=3),
     "gru": recurrent(nn.GRU),
     "rnn": recurrent(nn.RNN),
+    "lstm_with_projection_in_float16": recurrent(nn.LSTM, F16, proj_size=3),
+    "gru_in_float16": recurrent(nn.GRU, F16, bidirectional=True),
+    "rnn_in_float16": recurrent(nn.RNN, F16, nonlinearity="relu"),
 }
+
+
+@case
+def packed_sequences_in_float16(d: str) -> Any:
+    results: list[Any] = []
+    for kind in (nn.LSTM, nn.GRU):
+        torch.manual_seed(0)
+        layer = kind(5, 6, 2, batch_first=True).to(d)
+        lengths = torch.tensor([4, 3, 1])
+        packed = nn.utils.rnn.pack_padded_sequence(data(d, 3, 4, 5), lengths, batch_first=True)
+        with torch.autocast(d, F16):
+            out = layer(packed)[0].data * 1
+        out.float().square().sum().backward()
+        results += [out, gradients(layer)]
+    return results
+
+
+@case
+def lstm_without_onednn_in_float16(d: str) -> Any:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return recurrent(nn.LSTM, F16)(d)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights")
+def test_lstm_in_float16_fails_where_eager_fails() -> None:
+    """oneDNN has an LSTM in float16 for processors with float16 instructions only."""
+    try:
+        want = recurrent(nn.LSTM, F16)("cpu")
+    except RuntimeError as error:
+        with pytest.raises(lazystep.StepError, match=str(error)[:60]) as raised:
+            recurrent(nn.LSTM, F16)("lazy")[0].cpu()
+        assert "mkldnn_rnn_layer" in str(raised.value)
+        assert "test_autocast.py" in str(raised.value)
+    else:
+        assert tree_difference(want, recurrent(nn.LSTM, F16)("lazy")) is None
 
 
 class Cube(torch.autograd.Function):

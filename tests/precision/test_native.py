@@ -12,14 +12,17 @@ from lazystep import config
 
 from ..helpers import count, nightly
 from ..twice import lower_for
-from .training import PRECISIONS, WORKLOADS, Training, train
+from .training import PRECISIONS, WORKLOADS, Trained, Training, train
 
 pytestmark = pytest.mark.timeout(900)
 # Not here: a model in float16 alone with AdamW. Its squared gradients are a few of the smallest steps of the
 # type, so that no library agrees with the reference, which goes on.
 IN_SUITE = 16
-# The largest difference of the losses, relative to the largest loss, in a few steps.
+# The largest difference of the losses, relative to the largest loss.
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 2e-2}
+# Batch norm over a few images enlarges a rounding. Eager differs from itself by up to 5.7e-2 in 100 steps if
+# one parameter starts one step of float16 further: `test_eager_differs_from_itself_as_much`.
+CHAOTIC = {("conv", "autocast to float16"): 6e-2}
 
 
 def test_batch_norm_of_a_lower_input_keeps_float32_statistics() -> None:
@@ -66,9 +69,7 @@ def test_lowered_step_casts_each_weight_once(cache_enabled: bool) -> None:
     [
         ("mlp", "autocast to bfloat16", IN_SUITE),
         *nightly((name, "autocast to bfloat16", 100) for name in WORKLOADS),
-        *nightly((name, "autocast to float16", 100) for name in WORKLOADS if name != "conv"),
-        # In 100 steps, batch norm over a few images grows a rounding to 2.8e-2 of the loss.
-        *nightly([("conv", "autocast to float16", IN_SUITE)]),
+        *nightly((name, "autocast to float16", 100) for name in WORKLOADS),
         *nightly(("transformer", name, 100) for name in ("bfloat16", "bfloat16 with float32 masters")),
     ],
     ids=lambda case: ", ".join(map(str, case)),
@@ -76,32 +77,51 @@ def test_lowered_step_casts_each_weight_once(cache_enabled: bool) -> None:
 def test_native_steps_with_a_scaler_stay_close_to_eager(case: tuple[str, str, int], runtime: Any) -> None:
     name, precision, num_steps = case
 
-    def make(device: str) -> Training:
-        # It grows so seldom that no gradient comes near the largest float16, where one rounding decides.
-        scaler = torch.amp.GradScaler(device, init_scale=64.0, growth_interval=max(3, num_steps // 5))
-        return Training(
-            WORKLOADS[name],
-            device,
-            PRECISIONS[precision],
-            lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-            None if PRECISIONS[precision].model is not torch.float32 else scaler,
-        )
-
     overflows = (5, 11, num_steps - 2)
-    want = train(make("cpu"), num_steps, overflows=overflows)
+    want = train(make(case, "cpu"), num_steps, overflows=overflows)
     runtime.programs.clear()
     lazystep.metrics.reset()
     with config.override(tier="auto", build_after=2):
-        training = make("lazy")
-        train(training, 4)
+        train(make(case, "lazy"), 4)
         assert lazystep.wait_for_compile(800)
-        training = make("lazy")
-        got = train(training, num_steps, overflows=overflows)
+        got = train(make(case, "lazy"), num_steps, overflows=overflows)
         lazystep.wait_device_ops()
     assert count("native_executions") >= num_steps - 4
     assert count("native_mismatches") == 0
     assert got.scaler == want.scaler
-    wanted = torch.tensor(want.losses).nan_to_num(0.0)
-    distance = float((torch.tensor(got.losses).nan_to_num(0.0) - wanted).abs().max() / wanted.abs().max())
     dtype = PRECISIONS[precision].autocast or PRECISIONS[precision].model
-    assert distance <= TOLERANCE[dtype]
+    assert distance(got, want) <= CHAOTIC.get((name, precision), TOLERANCE[dtype])
+
+
+@pytest.mark.nightly
+def test_eager_differs_from_itself_as_much() -> None:
+    """Why a model has a limit of its own: eager itself does not meet the one of its data type."""
+    for (name, precision), tolerance in CHAOTIC.items():
+        case = name, precision, 100
+        want = train(make(case, "cpu"), 100)
+        found = []
+        for index in range(0, 12, 2):  # the weights of the first layers
+            training = make(case, "cpu")
+            with torch.no_grad():
+                training.parameters[index].view(-1)[0] *= 1 + torch.finfo(torch.float16).eps
+            found.append(distance(train(training, 100), want))
+        assert TOLERANCE[torch.float16] < max(found) <= 1.5 * tolerance, found
+
+
+def make(case: tuple[str, str, int], device: str) -> Training:
+    name, precision, num_steps = case
+    # It grows so seldom that no gradient comes near the largest float16, where one rounding decides.
+    scaler = torch.amp.GradScaler(device, init_scale=64.0, growth_interval=max(3, num_steps // 5))
+    return Training(
+        WORKLOADS[name],
+        device,
+        PRECISIONS[precision],
+        lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+        None if PRECISIONS[precision].model is not torch.float32 else scaler,
+    )
+
+
+def distance(got: Trained, want: Trained) -> float:
+    wanted = torch.tensor(want.losses).nan_to_num(0.0)
+    found = torch.tensor(got.losses).nan_to_num(0.0)
+    return float((found - wanted).abs().max() / wanted.abs().max())

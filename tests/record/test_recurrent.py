@@ -52,3 +52,13 @@ def test_recurrent_layer_equals_eager_bitwise(
             want = run("cpu", layer, x, mode, is_packed)
             got = run("lazy", layer, x, mode, is_packed)
             assert [torch.equal(g, w) for g, w in zip(got, want, strict=True)] == [True] * len(want)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_input_that_wants_gradients_under_inference_mode_equals_eager_bitwise(kind: type[nn.RNNBase]) -> None:
+    for options in ({"batch_first": True}, {"bidirectional": True}, {"num_layers": 2}):
+        layer = kind(5, 6, **options)
+        x = torch.randn(4, 3, 5)
+        want = run("cpu", layer, x.requires_grad_(), "inference", False)
+        got = run("lazy", layer, x.requires_grad_(), "inference", False)
+        assert [torch.equal(g, w) for g, w in zip(got, want, strict=True)] == [True] * len(want)

@@ -37,6 +37,10 @@ Casts& casts() {
   return *instance;
 }
 
+bool is_on_lazy_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == c10::DeviceType::Lazy;
+}
+
 bool is_ours(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_floating_point()) return false;
   auto device = tensor.device().type();
@@ -89,6 +93,19 @@ void for_each_tensor(c10::ArrayRef<IValue> values, const Function& function) {
   }
 }
 
+bool has_lazy(c10::ArrayRef<IValue> values) {
+  for (const IValue& value : values) {
+    if (value.isTensor()) {
+      if (is_on_lazy_device(value.toTensor())) return true;
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        if (is_on_lazy_device(tensor)) return true;
+      }
+    }
+  }
+  return false;
+}
+
 // From the last argument to the first, as eager's kernels are compiled. Backward goes through the casts in the
 // opposite order, so this is the order in which parameters get their gradients, and DDP fills its buckets.
 void cast_all(Stack* stack, size_t count, at::ScalarType to) {
@@ -108,12 +125,13 @@ struct CastKernel final : c10::OperatorKernel {
   CastKernel(CastTo to, at::ScalarType fixed) : to(to), fixed(fixed) {}
 
   void operator()(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    size_t count = op.schema().arguments().size();
     // Off for the CPU but on here: inside a kernel of CPU's autocast, which has cast already, or under
     // `torch.autocast("xla")`, which is not meant for this device.
-    bool is_on = at::autocast::is_autocast_enabled(at::kCPU);
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(kCpuKey | kLazyKey);
+    bool is_on = at::autocast::is_autocast_enabled(at::kCPU) && has_lazy(torch::jit::last(*stack, count));
+    // Without a lazy tensor, CPU's own kernel comes next.
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(is_on ? kCpuKey | kLazyKey : kLazyKey);
     if (is_on) {
-      size_t count = op.schema().arguments().size();
       auto lower = at::autocast::get_autocast_dtype(at::kCPU);
       auto type = to == CastTo::kFixed ? fixed : lower;
       if (to == CastTo::kPromote) {
@@ -142,6 +160,10 @@ void register_cast_fallback() {
       c10::DispatchKey::AutocastXLA, c10::KernelFunction::makeFallthrough(), "lazystep"));
 }
 
+void include_casts(bool is_on) {
+  c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::AutocastXLA, is_on);
+}
+
 void register_cast(const std::string& name, const std::string& overload, CastTo to, at::ScalarType fixed) {
   auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<CastKernel>(to, fixed));
   keep_cast(c10::Dispatcher::singleton().registerImpl(
@@ -163,6 +185,13 @@ void clear_casts() {
 size_t num_casts() {
   std::lock_guard lock(mutex());
   return casts().size();
+}
+
+int casts_around() {
+  // torch has no question for the depth.
+  bool is_nested = at::autocast::increment_nesting() > 1;
+  at::autocast::decrement_nesting();
+  return (is_nested ? 1 : 0) | (num_casts() > 0 ? 2 : 0);
 }
 
 bool is_autocast_out_of_step() {

@@ -1,7 +1,9 @@
 // Autocast on lazy tensors: casts of operands by CPU's policy, above autograd.
 //
-// torch has no autocast for this device type. A lazy tensor therefore carries the dispatch key `AutocastXLA`,
-// which nothing else uses on it. While autocast is off, the thread excludes the key and an op never gets here.
+// torch has no autocast for this device type. While autocast is on, the thread therefore lets every op pass the
+// dispatch key `AutocastXLA`, and an op without a lazy tensor goes on untouched. The key is the thread's and not
+// the tensor's, because the wrappers of torch.func would not have it: they copy the keys of a few devices only.
+// They must be cast, too, or the cast happens below a transform and has no gradient there.
 // See device/autocast.py for the switch, and device/cast_policies.py for where the policies come from.
 #pragma once
 
@@ -20,6 +22,8 @@ enum class CastTo {
 
 // Let ops without a policy pass. Once, before any lazy tensor is made.
 void register_cast_fallback();
+// Let the ops of this thread pass the key, or not any more.
+void include_casts(bool is_on);
 // From now on, autocast casts the operands of this op. `fixed` is the type of kFixed.
 void register_cast(const std::string& name, const std::string& overload, CastTo to, at::ScalarType fixed);
 
@@ -30,6 +34,9 @@ at::Tensor cast_to_lower(const at::Tensor& tensor);
 void clear_casts();
 // How many are kept.
 size_t num_casts();
+// Whether casts of an op now may come from, or go to, somebody outside: 1 if a block is open in this thread, which
+// keeps the casts of blocks inside it also if it is switched off, and 2 if some thread has kept a cast.
+int casts_around();
 
 // Whether autocast is on for CPU tensors of this thread, and off for lazy ones: somebody went past
 // device/autocast.py.

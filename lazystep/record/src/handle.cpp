@@ -136,8 +136,7 @@ void Handle::release_resources() {
 LazyImpl::LazyImpl(Ptr<Handle> handle)
     : TensorImpl(
           c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(handle->memory)),
-          // The second key is for autocast: see autocast.h.
-          c10::DispatchKeySet({c10::DispatchKey::Lazy, c10::DispatchKey::AutocastXLA}),
+          c10::DispatchKeySet(c10::DispatchKey::Lazy),
           c10::scalarTypeToTypeMeta(handle->type->dtype)),
       handle_(std::move(handle)) {
   take_metadata();

@@ -276,9 +276,11 @@ void define_autocast(py::module_& module) {
       [](const std::string& name, const std::string& overload, CastTo to, const py::object& fixed) {
         register_cast(name, overload, to, reinterpret_cast<THPDtype*>(fixed.ptr())->scalar_type);
       });
+  module.def("include_casts", &include_casts);
   module.def("cast_to_lower", &cast_to_lower);
   module.def("clear_casts", &clear_casts, py::call_guard<py::gil_scoped_release>());
   module.def("num_casts", &num_casts);
+  module.def("casts_around", &casts_around);
 }
 
 void define_registration(py::module_& module) {

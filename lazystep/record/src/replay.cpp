@@ -1,6 +1,7 @@
 #include "replay.h"
 
 #include "../../execute/denormals.h"
+#include "autocast.h"
 #include "host.h"
 
 #include <ATen/Context.h>
@@ -85,6 +86,7 @@ static uint64_t settings() {
   for (bool flag : flags) bits = bits << 1 | static_cast<uint64_t>(flag);
   bits = bits << 8 | static_cast<uint64_t>(at::autocast::get_autocast_dtype(at::kCPU));
   bits = bits << 8 | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype());
+  bits = bits << 2 | static_cast<uint64_t>(casts_around());
   return bits << 2 | static_cast<uint64_t>(at::impl::PythonTorchFunctionTLS::get_disabled_state());
 }
 
