@@ -228,6 +228,30 @@ def test_file_size_limit_of_the_system(tmp_path: Path) -> None:
     FOUND["a limit on file sizes, by the system"] = 1, "one error that names the path; earlier ones whole"
 
 
+def test_short_writes_are_continued(tmp_path: Path) -> None:
+    class Short(Files):
+        def write(self, descriptor: int, data: memoryview) -> int:
+            return super().write(descriptor, data[:100])
+
+    write(tmp_path, 1, Short())
+    assert newest(tmp_path) == 1
+
+
+def test_half_a_removal_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path) -> None:
+    class Failing(Files):
+        def remove(self, path: Path) -> None:
+            (path / TENSORS).unlink()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    write(tmp_path, 1, Files())
+    with pytest.raises(
+        checkpoint.CheckpointError, match="is committed, but an older one could not be removed"
+    ):
+        write(tmp_path, 2, Failing())
+    assert [found.step for found in committed(tmp_path)] == [2]
+    assert newest(tmp_path) == 2
+
+
 def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
     full = threading.Event()
 
