@@ -366,6 +366,14 @@ def test_commit_does_not_wait_for_ever_for_the_lock(tmp_path: Path) -> None:
     assert newest(tmp_path) == 2
 
 
+def test_newer_ones_of_an_earlier_run_are_not_taken_for_old_ones(tmp_path: Path) -> None:
+    """A training that goes on from an older checkpoint keeps its own, and leaves the newer ones alone."""
+    for step in (1, 2, 8, 9):
+        write(tmp_path, step, Files(), keep=9)
+    write(tmp_path, 3, Files(), keep=2)
+    assert [found.step for found in committed(tmp_path)] == [2, 3, 8, 9]
+
+
 def test_two_processes_write_to_one_place(tmp_path: Path) -> None:
     """Both write the same steps; one is killed in the middle of its second."""
     ready = tmp_path / "go"
