@@ -33,7 +33,7 @@ from ..errors import CheckpointError
 from ..notices import notice
 from .files import Files
 from .ranks import Ranks, done_name, failed_name, names_of, read_done
-from .tensor_file import TensorKind, header_of
+from .tensor_file import TensorKind, header_of, joined
 
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 FORMAT = 1
@@ -135,10 +135,19 @@ class Directory:
         self.keep = keep
         self._files = files
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             self._remove_left_behind()
         except OSError as error:
             raise CheckpointError(f"checkpoints can't be written to {root}: {error}") from error
+
+    def _make_root(self) -> None:
+        # A directory whose name is lost in a power cut takes every checkpoint with it.
+        above = [parent for parent in self.root.absolute().parents if not parent.exists()]
+        is_new = not self.root.exists()
+        self.root.mkdir(parents=True, exist_ok=True)
+        if is_new:
+            for made in [self.root.absolute(), *above]:
+                self._files.sync_directory(made.parent)
 
     def write(
         self,
@@ -252,7 +261,7 @@ class Directory:
         values: Iterable[memoryview],
         state: Any,
     ) -> dict[str, Any]:
-        content = itertools.chain([memoryview(header_of(kinds))], values)
+        content = joined(itertools.chain([memoryview(header_of(kinds))], values))
         return {
             names[0]: self._write_file(temporary / names[0], content),
             names[1]: self._write_file(temporary / names[1], [json.dumps(state).encode()]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_SMALL, _BLOCK = 1 << 16, 1 << 20
 
 
 class TensorKind(NamedTuple):
@@ -74,9 +75,34 @@ def header_of(kinds: Mapping[str, TensorKind]) -> bytes:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The values of a CPU tensor. No copy if it is contiguous."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    array: Any = flat.numpy()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def joined(pieces: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes with small pieces put together.
+
+    Hashing and writing give up the interpreter's lock for each piece, and then ask the training thread for it
+    again: a model has many small tensors and few large ones.
+    """
+    small: list[memoryview] = []
+    num_bytes = 0
+    for piece in pieces:
+        if len(piece) < _SMALL:
+            small.append(piece)
+            num_bytes += len(piece)
+            if num_bytes < _BLOCK:
+                continue
+        if small:
+            yield b"".join(small)
+            small, num_bytes = [], 0
+        if len(piece) >= _SMALL:
+            yield piece
+    if small:
+        yield b"".join(small)
 
 
 def read(data: bytearray) -> dict[str, torch.Tensor]:

@@ -279,7 +279,13 @@ def end_steps_before_global_settings_change(recorder: Recorder) -> None:
                 recorder.barrier.drain()
             return original(*args, **kwargs)
 
-    wait_before("set_default_dtype")
+    @wrapping(torch, "set_default_dtype")
+    def change_default_dtype(original: Any, d: Any, /) -> Any:
+        # Libraries set it around each forward pass, often to what it is.
+        if not recorder.is_forked and d is not torch.get_default_dtype():
+            recorder.barrier.drain()
+        return original(d)
+
     wait_before("set_default_tensor_type")
     wait_before("use_deterministic_algorithms")
     wait_before("set_deterministic_debug_mode")

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import torch
 
 from .. import metrics
-from ..eager import eager_dispatch
 from ..errors import UnsupportedError
 from ..record import _recorder, observer
 from ..record.handle import Handle, Memory, PendingRun
@@ -147,8 +146,7 @@ class _StorageSnapshot(Snapshot):
     __slots__ = ()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        with eager_dispatch():
-            return super()._copy(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+        return super()._copy(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
 
 # The copies that somebody still holds, by the address of the memory, with the step that wrote it last.

@@ -28,6 +28,7 @@ from ..barrier import mark_step
 from ..errors import UnsupportedError
 from ..record.tensor import DEVICE
 from ..step_closures import add_step_closure, flush_step_closures
+from . import masks
 
 _DEVICE_VARIABLE = (
     "ACCELERATE_TORCH_DEVICE"  # how a user tells `PartialState` of a device that it does not know
@@ -82,6 +83,11 @@ class Accelerator(ScalingAccelerator):
             raise UnsupportedError(
                 f"Accelerate's {self.distributed_type.value} on the lazy device: {_ONE_PROCESS}"
             )
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's model. Models of Transformers ask for the values of their masks without a wait."""
+        masks.install_if_used()
+        return super().prepare_model(*args, **kwargs)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's loader, with a barrier after each batch."""

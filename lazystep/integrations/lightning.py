@@ -21,6 +21,7 @@ from ..barrier import mark_step
 from ..capture.step import Step
 from ..record.tensor import DEVICE
 from ..step_closures import flush_step_closures
+from . import masks
 from .lightning_capture import CapturedOptimization, capture_optimization
 from .lightning_logging import log_by_closures, log_directly
 
@@ -104,6 +105,7 @@ class LazyStrategy(SingleDeviceStrategy):
                 # Made for CUDA, which this machine has not, it would scale nothing.
                 plugin.scaler = torch.amp.GradScaler(DEVICE.type)
         super().setup(trainer)
+        masks.install_if_used()
         log_by_closures(trainer)
         if self._is_capturing and trainer.state.fn == "fit":
             self._optimization = capture_optimization(trainer)

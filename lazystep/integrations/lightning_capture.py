@@ -20,6 +20,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult, _Autom
 
 from ..capture.step import Step, step
 from ..errors import UnsupportedError
+from . import masks
 
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
@@ -86,7 +87,11 @@ class CapturedOptimization(_AutomaticOptimization):
         own_log = self.module.__dict__.get("log")
         self.module.__dict__["log"] = self._noting
         try:
-            result, logged = self.captured_step(kwargs["batch"], is_update, is_first, "batch_idx" in kwargs)
+            batch = kwargs["batch"]
+            # What a model of Transformers asks of its masks chooses the kernel: a capture for each answer.
+            answers = masks.answers_of(batch) if isinstance(batch, Mapping) else ()
+            takes_index = "batch_idx" in kwargs
+            result, logged = self.captured_step(batch, is_update, is_first, takes_index, answers)
         finally:
             if own_log is None:
                 del self.module.__dict__["log"]
@@ -108,8 +113,17 @@ class CapturedOptimization(_AutomaticOptimization):
         assert self._logged is not None
         self._logged.append((name, value.detach() if isinstance(value, torch.Tensor) else value, options))
 
-    def _step(self, batch: Any, is_update: bool, is_first: bool, takes_index: bool) -> Any:
+    def _step(
+        self,
+        batch: Any,
+        is_update: bool,
+        is_first: bool,
+        takes_index: bool,
+        answers: tuple[tuple[str, bool | None], ...],
+    ) -> Any:
         self._logged = []
+        if answers:
+            batch = masks.told(batch, answers)
         optimizer = self.trainer.optimizers[0]
         results: list[ClosureResult] = []
 

@@ -11,17 +11,19 @@ the lazy device each question would end the step and wait for it.
   taken to be consecutive; a closure checks it and raises `UnsupportedError` if they are not.
 
 Three private functions of `transformers.masking_utils` are replaced (`install`). For tensors of other
-devices, and wherever nothing is known, they do what they did before.
+devices, and wherever nothing is known, they do what they did before. Models of Transformers are trained by
+Accelerate and Lightning, too, whose integrations do not need the package: they call `install_if_used`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import masking_utils
 
 from ..errors import UnsupportedError
 from ..record import observer
@@ -43,8 +45,41 @@ def tell(mask: torch.Tensor, answer: bool | None) -> None:
         setattr(mask, _ANSWER, answer)
 
 
+def answers_of(batch: Mapping[str, Any]) -> tuple[tuple[str, bool | None], ...]:
+    """For each mask of a batch whether it is full: a part of the key of a captured step. No wait."""
+    return tuple(
+        (name, is_full(value))
+        for name, value in batch.items()
+        if isinstance(name, str)
+        and name.endswith("mask")
+        and isinstance(value, torch.Tensor)
+        and value.dim() == 2
+    )
+
+
+def told(batch: Any, answers: tuple[tuple[str, bool | None], ...]) -> Any:
+    """A copy of the batch whose masks know the answers. Called inside a captured step."""
+    # Models ask arguments for attributes that they do not have. A capture can't compare those of an argument,
+    # which is another object in each call, but a tensor made inside needs no comparison.
+    copied = copy.copy(batch)
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            copied[name] = value.detach()
+    for name, answer in answers:
+        tell(copied[name], answer)
+    return copied
+
+
+def install_if_used() -> None:
+    """`install`, if this process has imported Transformers."""
+    if "transformers" in sys.modules:
+        install()
+
+
 def install() -> None:
     """Replace the functions of Transformers that look at values, once in a process."""
+    from transformers import masking_utils  # not at the top: see `install_if_used`
+
     for name, replacement in (
         ("_preprocess_mask_arguments", _preprocess),
         ("_ignore_causal_mask_sdpa", _ignore_causal),
@@ -92,6 +127,8 @@ def _packed_sequences(positions: torch.Tensor, batch_size: int) -> torch.Tensor 
     """What `find_packed_sequence_indices` says, on the CPU; None if there is one sequence in each row."""
     host = _host_value(positions)
     if host is not None:
+        from transformers import masking_utils
+
         packed: torch.Tensor | None = masking_utils.find_packed_sequence_indices(host.expand(batch_size, -1))
         return packed
     add_step_closure(_check_positions, ((torch.diff(positions, dim=-1) == 1).all(),), run_async=True)

@@ -166,11 +166,7 @@ class LazyTrainer(Trainer):
             # The Trainer calls it after this, and it is in the step already.
             self._update, self.optimizer.step = self.optimizer.step, _leave_out
         batch = dict(inputs)
-        answers = tuple(
-            (name, masks.is_full(value))
-            for name, value in batch.items()
-            if name.endswith("mask") and isinstance(value, torch.Tensor) and value.dim() == 2
-        )
+        answers = masks.answers_of(batch)
         is_update = bool(self.accelerator.gradient_state.sync_gradients)
         self._loss, self._norm = self.captured_step(batch, num_items_in_batch, answers, is_update)
         return self._loss
@@ -182,14 +178,7 @@ class LazyTrainer(Trainer):
         answers: tuple[tuple[str, bool | None], ...],
         is_update: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # Models ask arguments for attributes that they do not have. A capture can't compare those of an
-        # argument, which is another object in each call, but a tensor made inside needs no comparison.
-        inputs = {
-            name: value.detach() if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-        }
-        for name, answer in answers:
-            masks.tell(inputs[name], answer)
+        inputs = masks.told(batch, answers)
         model = self.model_wrapped
         loss = super().training_step(model, inputs, num_items)
         norm = None

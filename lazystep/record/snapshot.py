@@ -49,12 +49,17 @@ class Snapshot:
         """Why a step that makes or writes the value failed. The value may be that of before."""
         return next((run.error for run in self._runs if run.error is not None), None)
 
-    def preserve(self) -> None:
-        """Copy the value before its memory is written. Called where the write is about to happen."""
+    def preserve(self) -> bool:
+        """Copy the value before its memory is written. Returns whether a copy was needed.
+
+        Called where the write is about to happen, under `eager_dispatch`.
+        """
         with self._lock:
-            if self._handle is not None and self._tensor is None and self._handle.tensor is not None:
-                self._tensor = self._copy(self._handle.tensor)
-                self._handle = None
+            if self._handle is None or self._tensor is not None or self._handle.tensor is None:
+                return False
+            self._tensor = self._copy(self._handle.tensor)
+            self._handle = None
+            return True
 
     def take(self) -> torch.Tensor:
         """The value as a CPU tensor that nothing else writes. Waits for its step; raises its error."""
@@ -71,7 +76,12 @@ class Snapshot:
                         raise next(run.error for run in self._runs if run.error is not None)
                     # Counted in this frame: what a call to a Python function holds changes as it gets hot.
                     is_ours_alone = sys.getrefcount(handle) == _OWN_REFERENCES and handle.is_alone
-                    self._tensor = handle.tensor if is_ours_alone else self._copy(handle.tensor)
+                    if is_ours_alone:
+                        self._tensor = handle.tensor
+                    else:
+                        metrics.count("snapshot_copies")
+                        with eager_dispatch():
+                            self._tensor = self._copy(handle.tensor)
                 finally:
                     # Not before the copy is there: a step that is about to write finds the snapshot, and
                     # waits for its lock.
@@ -80,21 +90,27 @@ class Snapshot:
             return self._tensor
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        metrics.count("snapshot_copies")
-        with eager_dispatch():
-            return tensor.clone()
+        # Under `eager_dispatch`.
+        return tensor.clone()
 
 
 def preserve_snapshots(memories: Iterable[Memory]) -> None:
     """Copy the values that snapshots still need of memory that is about to be written."""
-    for memory in memories:
-        if memory.snapshots:
+    watched = [memory for memory in memories if memory.snapshots]
+    if not watched:
+        return
+    num_copies = 0
+    # Entered once and counted once: a checkpoint has a snapshot of each tensor of the state.
+    with eager_dispatch():
+        for memory in watched:
             with _registry:
                 # A snapshot whose own step has not run yet wants what that step is about to write.
                 due = [s for s in memory.snapshots if s.is_due]
                 memory.snapshots = [s for s in memory.snapshots if s not in due]
             for snapshot in due:
-                snapshot.preserve()
+                num_copies += snapshot.preserve()
+    if num_copies:
+        metrics.count("snapshot_copies", num_copies)
 
 
 def _count_own_references() -> int:

@@ -212,6 +212,26 @@ def test_tensors_are_a_file_of_safetensors_and_tied_ones_are_in_it_once(tmp_path
         assert torch.equal(zeros[name], tensor)
 
 
+def test_small_tensors_are_written_together_and_large_ones_as_they_are(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    class Noted(Files):
+        def write(self, descriptor: int, data: memoryview) -> int:
+            written.append(len(data))
+            return super().write(descriptor, data)
+
+    small = {f"small {n}": torch.full((n + 1,), float(n)) for n in range(300)}
+    state = {**small, "large": torch.randn(50_000), "last": torch.randn(5)}
+    with checkpoint.save_every(tmp_path, state, every=1, files=Noted()) as save:
+        save(0)
+    # The header with the small ones, the large one, the rest; then the JSON of the state and of the manifest.
+    assert len(written) == 5
+    assert written[1] == 200_000
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    checkpoint.load(tmp_path / "step-00000000", loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
 def test_floats_and_keys_keep_their_bits_and_types(tmp_path: Path) -> None:
     extra = {"floats": [0.1, float("inf"), -0.0], 3: (1, None), "deep": {True: "text", "t": torch.ones(2)}}
     with checkpoint.save_every(tmp_path, {"w": torch.ones(1)}, every=1) as save:

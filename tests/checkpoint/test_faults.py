@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 import lazystep
 from lazystep import checkpoint
@@ -91,45 +92,96 @@ def in_child(work: Callable[[], None]) -> int:
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
+class Journal:
+    """What a process has changed on the disk, and what of it the disk keeps if the power fails."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def note(self, name: str, args: Any) -> None:
+        """Called before a system call. The call is done by the time that the next one is noted."""
+        paths = [str(arg) for arg in args if isinstance(arg, Path)]
+        with open(self._path, "a") as log:
+            log.write("\t".join([name, *paths]) + "\n")
+
+    def cut_power(self, root: Path) -> None:
+        """Undo what was not synced: contents of files, names in directories, and the last renames."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        done = [line.split("\t") for line in lines]
+        directories = {paths[0] for name, *paths in done if name == "make_directory"}
+        synced = {paths[0] for name, *paths in done if name == "sync"}
+        listed = {paths[0] for name, *paths in done if name == "sync_directory"}
+        where = {made: made for made in directories}  # its name at first, and its name now
+        unsynced: list[tuple[str, str]] = []
+        for name, *paths in done:
+            if name == "rename":
+                where = {made: paths[1] if now == paths[0] else now for made, now in where.items()}
+                unsynced.append((paths[0], paths[1]))
+            elif name == "sync_directory" and paths[0] == str(root):
+                unsynced.clear()
+        for made, now in where.items():
+            for path in Path(now).glob("*"):
+                if made not in listed:
+                    path.unlink()
+                elif f"{made}/{path.name}" not in synced:
+                    path.write_bytes(b"")
+        for old, new in reversed(unsynced):
+            # The worst case: the disk has lost the name that was given, and has kept every removal.
+            if Path(new).exists() and not Path(new).name.startswith(".removing-"):
+                Path(new).rename(old)
+
+
 @pytest.mark.parametrize("is_power_cut", [False, True], ids=["kill", "power-cut"])
 def test_killed_at_each_call(is_power_cut: bool, tmp_path: Path) -> None:
-    """A power cut is a kill after which every file that was not synced is empty."""
+    """A power cut is a kill after which everything that was not synced is undone: see `Journal`."""
     names = calls_of_a_write(tmp_path / "counted")
     assert {"write", "sync", "sync_directory", "rename", "remove"} <= set(names)
     steps = []
     for last in range(1, len(names) + 1):
         root = tmp_path / str(last)
         write(root, 1, Files())
-        synced = tmp_path / f"{last}.log"
+        journal = Journal(tmp_path / f"{last}.log")
 
-        def disturb(number: int, name: str, args: Any, last: int = last, synced: Path = synced) -> None:
+        def disturb(number: int, name: str, args: Any, last: int = last, journal: Journal = journal) -> None:
             if number == last:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if name == "sync":
-                with open(synced, "a") as log:
-                    log.write(f"{args[1].name}\n")
+            journal.note(name, args)
 
         assert (
             in_child(lambda root=root, disturb=disturb: write(root, 2, Counting(disturb))) == signal.SIGKILL
         )
         if is_power_cut:
-            kept = synced.read_text().split() if synced.exists() else []
-            for path in root.rglob("*"):
-                if (
-                    path.is_file()
-                    and path.parent.name != "step-00000001"
-                    and path.name not in [*kept, ".lock"]
-                ):
-                    path.write_bytes(b"")
+            journal.cut_power(root)
         steps.append(newest(root))
         write(root, 3, Files())  # the next process writes on, and clears what was left
         assert newest(root) == 3
         assert {path.name for path in root.iterdir()} == {".lock", "step-00000003"}
-    # The old one until the rename, the new one after it.
-    renamed = names.index("rename") + 1
-    assert steps == [1] * renamed + [2] * (len(names) - renamed)
-    what = "power cut (files that were not synced are empty)" if is_power_cut else "killed"
-    FOUND[f"{what} at each system call"] = len(names), "the old one until the rename, the new one after it"
+    # The old one until the rename, the new one after it. The power must hold until the rename is synced.
+    decided = names.index("rename") + 1 + is_power_cut
+    assert steps == [1] * decided + [2] * (len(names) - decided)
+    what, until = (
+        ("killed", "") if not is_power_cut else ("power cut (all that is not synced is lost)", "sync of the ")
+    )
+    FOUND[f"{what} at each system call"] = (
+        len(names),
+        f"the old one until the {until}rename, the new one after it",
+    )
+
+
+def test_syncs_are_the_systems_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file, its directory, the rename: and before that, the new directories above."""
+    asked: list[str] = []
+
+    def note(descriptor: int) -> None:
+        asked.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    monkeypatch.setattr(os, "fsync", note)
+    root = tmp_path / "new" / "root"
+    write(root, 1, Files())
+    assert asked[:2] == ["new", tmp_path.name], "a lost name above the checkpoints would lose them all"
+    assert asked[2:5] == [TENSORS, STATE, MANIFEST]
+    assert asked[5].startswith(".writing-")
+    assert asked[6:] == ["root"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +226,30 @@ def test_file_size_limit_of_the_system(tmp_path: Path) -> None:
     assert newest(tmp_path) == 1
     assert not list(tmp_path.glob(".writing-*"))
     FOUND["a limit on file sizes, by the system"] = 1, "one error that names the path; earlier ones whole"
+
+
+def test_short_writes_are_continued(tmp_path: Path) -> None:
+    class Short(Files):
+        def write(self, descriptor: int, data: memoryview) -> int:
+            return super().write(descriptor, data[:100])
+
+    write(tmp_path, 1, Short())
+    assert newest(tmp_path) == 1
+
+
+def test_half_a_removal_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path) -> None:
+    class Failing(Files):
+        def remove(self, path: Path) -> None:
+            (path / TENSORS).unlink()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    write(tmp_path, 1, Files())
+    with pytest.raises(
+        checkpoint.CheckpointError, match="is committed, but an older one could not be removed"
+    ):
+        write(tmp_path, 2, Failing())
+    assert [found.step for found in committed(tmp_path)] == [2]
+    assert newest(tmp_path) == 2
 
 
 def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
@@ -263,6 +339,39 @@ def test_truncated_or_missing_files_are_found(tmp_path: Path) -> None:
         num_places,
         "the one before is found; writing the step again mends it",
     )
+
+
+def test_checkpoint_under_the_name_of_another_step_is_not_loaded(tmp_path: Path) -> None:
+    """Somebody has renamed a directory: training would go on at the wrong step."""
+    write(tmp_path, 1, Files(), keep=5)
+    write(tmp_path, 2, Files(), keep=5)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000007")
+    with pytest.raises(checkpoint.CheckpointError, match=r"is of step 2, format 1.*step-00000001"):
+        checkpoint.load(tmp_path / "step-00000007", {})
+    assert newest(tmp_path) == 1
+    with pytest.warns(lazystep.LazyStepWarning, match="An older one is used"):
+        lazystep.mark_step()
+
+
+def test_commit_does_not_wait_for_ever_for_the_lock(tmp_path: Path) -> None:
+    write(tmp_path, 1, Files())
+    with (
+        FileLock(tmp_path / ".lock"),
+        lazystep.config.override(wait_timeout=0.1),
+        pytest.raises(checkpoint.CheckpointError, match=r"is locked by another process.*wait_timeout"),
+    ):
+        write(tmp_path, 2, Files())
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "step-00000001"}
+    write(tmp_path, 2, Files())
+    assert newest(tmp_path) == 2
+
+
+def test_newer_ones_of_an_earlier_run_are_not_taken_for_old_ones(tmp_path: Path) -> None:
+    """A training that goes on from an older checkpoint keeps its own, and leaves the newer ones alone."""
+    for step in (1, 2, 8, 9):
+        write(tmp_path, step, Files(), keep=9)
+    write(tmp_path, 3, Files(), keep=2)
+    assert [found.step for found in committed(tmp_path)] == [2, 3, 8, 9]
 
 
 def test_two_processes_write_to_one_place(tmp_path: Path) -> None:

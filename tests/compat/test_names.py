@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
 import inspect
 import os
 import pkgutil
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,33 +15,35 @@ import torch._lazy
 
 import lazystep
 from lazystep.compat import names
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_python
 
 PAGE = ROOT / "docs" / "coming-from.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 THEIRS = ["torch._lazy", *(m.name for m in pkgutil.walk_packages(torch._lazy.__path__, "torch._lazy."))]
 
 
-def public_names(module: str) -> set[str]:
-    """The names that a module of torch's defines, or takes from another module of torch._lazy to show them.
+SCRIPT = """
+import importlib, sys, types
+for module in sys.argv[1:]:
+    for name, thing in vars(importlib.import_module(module)).items():
+        home = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
+        if not name.startswith("_") and (home or "torch._lazy").startswith("torch._lazy"):
+            print(module, name)
+"""
 
-    From its source: `torch._lazy.ts_backend` can't be imported beside lazystep.
-    """
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    is_package = spec.submodule_search_locations is not None
-    found: set[str] = set()
-    for node in ast.parse(Path(spec.origin).read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-        elif isinstance(node, ast.ImportFrom) and is_package and node.level:
-            found |= {alias.asname or alias.name for alias in node.names}
-    return {name for name in found if not name.startswith("_")}
+
+@functools.cache
+def _all_public_names() -> frozenset[tuple[str, str]]:
+    # In a process of its own: `torch._lazy.ts_backend` can't be imported beside lazystep. The package first:
+    # each module that is imported later becomes an attribute of it, too.
+    done = run_python("-c", SCRIPT, *THEIRS)
+    assert done.returncode == 0, done.stderr
+    return frozenset((module, name) for module, name in map(str.split, done.stdout.splitlines()))
+
+
+def public_names(module: str) -> set[str]:
+    """What a module of torch's has of torch._lazy, also from its other modules, and plain values."""
+    return {name for home, name in _all_public_names() if home == module}
 
 
 def ours(module: str) -> Any:
@@ -61,6 +62,15 @@ def test_every_public_name_of_torch_lazy_is_there_and_in_the_registry(module: st
     assert wanted
     assert wanted <= set(vars(ours(module)))
     assert wanted == {name.name for name in names.all_names("torch_lazy") if name.module == module}
+
+
+def test_modules_of_the_package_are_there_without_importing_them() -> None:
+    done = run_python(
+        "-c",
+        "import lazystep.compat.torch_lazy as torch_lazy\n"
+        "print(torch_lazy.closure.ClosureHandler.__name__, torch_lazy.device_context.DeviceContext.__name__)",
+    )
+    assert done.stdout.split() == ["ClosureHandler", "DeviceContext"], done.stderr
 
 
 @pytest.mark.parametrize("module", [name for name in THEIRS if not name.endswith("ts_backend")])
@@ -133,3 +143,18 @@ def test_tables_in_the_docs_are_current() -> None:
         PAGE.write_text(expected)
         text = expected
     assert text == expected, "UPDATE_DOCS=1 pytest tests/compat/test_names.py -k docs rewrites the tables"
+
+
+def test_the_step_functions_of_torch_xla_are_there_and_not_refused() -> None:
+    known = {name.short: name for name in names.all_names("torch_xla")}
+    for wanted in (
+        "xm.mark_step",
+        "xm.add_step_closure",
+        "xm.optimizer_step",
+        "xm.wait_device_ops",
+        "torch_xla.sync",
+        "torch_xla.step",
+        "torch_xla.compile",
+        "torch_xla.device",
+    ):
+        assert not known[wanted].is_refused

@@ -15,9 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import lazystep
+from lazystep.integrations import masks
 from lazystep.integrations.accelerate import Accelerator
 from lazystep.report import JsonlLog
 from tests.helpers import count
+from tests.integrations.encoder import forget_masks, make_encoder, make_loader
 from tests.integrations.examples import run_example
 from tests.integrations.reports import Reports
 
@@ -184,6 +186,54 @@ def test_model_with_tied_weights_is_saved_and_loaded(tmp_path: Path) -> None:
     assert other.model[3].twin is other.model[3].weight
     for mine, saved in zip(training.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(mine.cpu(), saved)
+
+
+def train_encoder(accelerator: Any, is_captured: bool) -> tuple[list[torch.Tensor], Any]:
+    """The loop of Accelerate's `nlp_example.py`: training, evaluation and `gather_for_metrics`."""
+    torch.manual_seed(3)
+    model = make_encoder().to(accelerator.device)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 0.1, 1.0, 5)
+    model, opt, loader, held_out, schedule = accelerator.prepare(
+        model, opt, make_loader(), make_loader(), schedule
+    )
+
+    def run_step(batch: Any, answers: Any) -> torch.Tensor:
+        loss = model(**masks.told(batch, answers)).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    step: Any = lazystep.step(run_step) if is_captured else run_step
+    seen: list[torch.Tensor] = []
+    lazystep.metrics.reset()
+    for _ in range(2):
+        model.train()
+        for batch in loader:
+            seen.append(step(batch, masks.answers_of(batch) if is_captured else ()))
+            schedule.step()
+        model.eval()
+        for batch in held_out:
+            with torch.no_grad():
+                guesses = model(**batch).logits.argmax(-1)
+            seen += accelerator.gather_for_metrics((guesses, batch["labels"]))
+    assert count("synchronizations") == 0, lazystep.metrics.report()
+    return [t.detach().cpu() for t in [*seen, *model.state_dict().values()]], step
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["recorded", "captured"])
+def test_model_of_transformers_with_padded_batches_equals_the_cpu_without_a_wait(
+    is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_masks(monkeypatch)
+    expected, _ = train_encoder(accelerate.Accelerator(cpu=True), False)
+    forget_state()
+    found, step = train_encoder(Accelerator(), is_captured)
+    assert all(map(torch.equal, found, expected))
+    if is_captured:  # with padding and without: two captures
+        assert step.num_replayed >= 20, step.explain()
 
 
 def test_trackers_and_reports_get_the_values_of_each_step_without_a_wait(tmp_path: Path) -> None:

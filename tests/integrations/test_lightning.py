@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
@@ -25,6 +26,7 @@ from torch import nn
 import lazystep
 from lazystep.integrations.lightning import LazyAccelerator, LazyStrategy
 from tests.helpers import count
+from tests.integrations import encoder
 from tests.integrations.examples import counts_in, run_example
 from tests.integrations.reports import Reports
 
@@ -138,6 +140,127 @@ def test_sixty_steps_with_validation_and_early_stopping_equal_the_cpu(
         assert strategy.captured_step is not None
         assert strategy.captured_step.num_recorded + strategy.captured_step.num_replayed == num_steps
         assert strategy.captured_step.num_replayed >= num_steps // 2, strategy.captured_step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:.*_step is recorded in each call.*it ends a step")
+@pytest.mark.parametrize("is_default", [False, True], ids=["float32 by default", "its type by default"])
+@pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
+def test_whole_precisions_equal_the_cpu_and_are_replayed_if_the_default_type_is_theirs(
+    precision: Any, dtype: torch.dtype, is_default: bool, tmp_path: Path
+) -> None:
+    """Lightning sets the default type around `training_step`, which ends the program unless it is that."""
+    found = []
+    strategy = LazyStrategy(capture=True)
+    torch.set_default_dtype(dtype if is_default else torch.float32)
+    try:
+        for device in ({"accelerator": "cpu"}, {"strategy": strategy}):
+            trained = train(tmp_path, **device, precision=precision, enable_checkpointing=False, num_epochs=2)
+            assert trained[0].net[0].weight.dtype is dtype
+            found.append(numbers(*trained))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, *found))
+    step = strategy.captured_step
+    assert step is not None
+    assert step.num_recorded + step.num_replayed == 40
+    if is_default:
+        assert step.num_replayed >= 20, step.explain()
+    else:
+        assert step.num_replayed == 0
+        assert "it ends a step at" in step.explain()
+
+
+class WithMetrics(Module):
+    """Updates metrics of torchmetrics in the training step, as Lightning's documentation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = torchmetrics.classification.BinaryAccuracy(validate_args=False)
+        self.mean = torchmetrics.MeanMetric(nan_strategy="disable")
+        self.several = torchmetrics.MetricCollection(
+            [torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()]
+        )
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        result = super().training_step(batch, index)
+        near = torch.exp(-result["error"].detach().abs()).flatten()
+        self.within(near, torch.ones_like(near, dtype=torch.int64))
+        self.log("within", self.within, on_step=True, on_epoch=True)
+        self.mean.update(result["loss"].detach())
+        self.several.update(result["error"].detach(), torch.zeros_like(result["error"]))
+        return result
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append([self.mean.compute(), *self.several.compute().values(), self.mean._update_count])
+        self.mean.reset()
+        self.several.reset()
+
+
+@FORMS
+def test_metrics_that_the_training_step_updates_equal_the_cpu(capture: bool, tmp_path: Path) -> None:
+    eager = train(tmp_path, accelerator="cpu", kind=WithMetrics, enable_checkpointing=False)
+    strategy = LazyStrategy(capture=capture)
+    lazy = train(tmp_path, strategy=strategy, kind=WithMetrics, enable_checkpointing=False)
+    assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
+    found = [[float(value) for value in epoch] for epoch in lazy[0].seen]
+    assert found == [[float(value) for value in epoch] for epoch in eager[0].seen]
+    if capture:
+        assert strategy.captured_step is not None
+        assert strategy.captured_step.num_replayed >= 30, strategy.captured_step.explain()
+
+
+class Encoder(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = encoder.make_encoder()
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(outputs["loss"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@FORMS
+def test_model_of_transformers_with_padded_batches_equals_the_cpu(
+    capture: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder.forget_masks(monkeypatch)
+    strategy = LazyStrategy(capture=capture)
+    found = []
+    for device in ({"accelerator": "cpu"}, {"strategy": strategy}):
+        lightning.seed_everything(1, verbose=False)
+        loader, module = encoder.make_loader(), Encoder()
+        quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **device, **quiet)
+        lazystep.metrics.reset()
+        trainer.fit(module, loader)
+        waits = [wait for wait in lazystep.metrics.synchronizations() if "masking_utils" in wait[1]]
+        found.append([t.detach().cpu() for t in [*module.losses, *module.state_dict().values()]])
+    assert waits == []
+    assert all(map(torch.equal, *found))
+    if capture:
+        assert strategy.captured_step is not None
+        assert strategy.captured_step.num_replayed >= 20, strategy.captured_step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:.*it waits for a value", "ignore:.*anomaly detection")
+def test_steps_that_look_for_anomalies_equal_the_cpu_and_say_why_they_are_recorded(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"detect_anomaly": True, "enable_checkpointing": False, "num_epochs": 1}
+    eager = train(tmp_path, accelerator="cpu", **options)
+    strategy = LazyStrategy(capture=True)
+    lazy = train(tmp_path, strategy=strategy, **options)
+    assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
+    assert strategy.captured_step is not None
+    assert strategy.captured_step.num_replayed == 0
+    assert "it waits for a value" in strategy.captured_step.explain()
 
 
 @FORMS

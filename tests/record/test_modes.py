@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazystep
+from tests.helpers import count
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,20 @@ def test_default_dtype_belongs_to_the_line_that_records() -> None:
     for g, w in zip(got, want, strict=True):
         assert g.dtype is w.dtype
         assert torch.equal(g.cpu(), w)
+
+
+def test_default_dtype_that_is_set_to_what_it_is_does_not_end_the_step() -> None:
+    torch.set_default_dtype(torch.float64)
+    lazystep.mark_step(wait=True)
+    lazystep.metrics.reset()
+    whole = torch.arange(1, 6).to("lazy")
+    third = whole / 3
+    torch.set_default_dtype(torch.float64)
+    total = third + torch.ones(5, device="lazy")
+    lazystep.mark_step(wait=True)
+    assert count("programs_executed") == 1
+    assert total.dtype is torch.float64
+    assert torch.equal(total.cpu(), torch.arange(1, 6) / 3 + torch.ones(5))
 
 
 def test_settings_that_kernels_read_change_after_the_recorded_ops_have_run(value_of: Any) -> None:

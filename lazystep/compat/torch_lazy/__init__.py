@@ -39,3 +39,11 @@ sync_multi = _names.same("sync_multi", _sync_multi, "`lazystep.sync_multi`", "wa
 get_tensor_id = _names.same("get_tensor_id", _get_tensor_id, "`lazystep.get_tensor_id`")
 to_cpu = _names.same("to_cpu", _to_cpu, "`lazystep.to_cpu`", "other leaves than lazy tensors pass through")
 save = _names.same("save", _save, "`lazystep.save`", "tensors that share memory share it in the file")
+
+# `import torch._lazy` brings these modules along, so scripts use them without importing them. At the end:
+# they take functions from above.
+from . import closure as _closure  # noqa: E402
+from . import device_context as _device_context  # noqa: E402
+
+closure = _names.same("closure", _closure, "the same module")
+device_context = _names.same("device_context", _device_context, "the same module")

@@ -5,6 +5,7 @@ from ...closure import ClosureHandler as _ClosureHandler
 from ..names import Names
 from . import add_step_closure as _add_step_closure
 from . import run_step_closures as _run_step_closures
+from .device_context import get_device_context as _get_device_context
 
 _names = Names(__name__)
 
@@ -22,3 +23,4 @@ AsyncClosureHandler = _names.same(
 )
 add_step_closure = _names.same("add_step_closure", _add_step_closure, "`lazystep.add_step_closure`")
 run_step_closures = _names.same("run_step_closures", _run_step_closures, "`lazystep.run_step_closures`")
+get_device_context = _names.same("get_device_context", _get_device_context, "`lazystep.get_device_context`")

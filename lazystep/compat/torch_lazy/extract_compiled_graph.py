@@ -21,9 +21,20 @@ from ... import metrics as _metrics
 from ...capture.step import step as _step
 from ...debug import last_program as _last_program
 from ...reads import to_cpu as _to_cpu
+from .. import torch_lazy as _lazy
 from ..names import Names
+from . import computation as _computation
+from . import debug as _lazy_debug
+from . import metrics as _lazy_metrics
+from .tensor_factory_functions import tensor_factory_functions as _tensor_factory_functions
 
 _names = Names(__name__)
+
+lazy = _names.same("lazy", _lazy, "the same module")
+metrics = _names.same("metrics", _lazy_metrics, "the same module")
+computation = _names.same("computation", _computation, "the same module")
+lazy_debug = _names.same("lazy_debug", _lazy_debug, "the same module")
+tensor_factory_functions = _names.same("tensor_factory_functions", _tensor_factory_functions, "torch's own")
 
 GraphInputMatcher = _names.same("GraphInputMatcher", _GraphInputMatcher, "torch's own")
 ReturnValueHandler = _names.same("ReturnValueHandler", _ReturnValueHandler, "torch's own")
