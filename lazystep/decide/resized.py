@@ -62,7 +62,7 @@ def note_decided(
     if not _is_for(facts, operands):
         return
     key = _key(decision, operands)
-    if key in _agreed and not _agreed[key]:
+    if not _agreed.get(key, True):
         return
     other = Decision(decision.action, decision.op, decision.func, writes=decision.writes)
     if len(_agreed) >= _MAX_KEYS:
