@@ -390,6 +390,7 @@ _TOLD = _ABSTRACT | {
     operator.is_,
     operator.is_not,
     vars,
+    dict.update,
     contextvars.ContextVar.get,
     contextvars.ContextVar.set,
 }

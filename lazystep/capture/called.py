@@ -58,6 +58,8 @@ class CallsOfC:
         elif isinstance(function, functools.partial):
             if not self._objects.enter_partial(function, is_outside):
                 return _IN_SIGHT
+        elif c_calls.unbound(function) is dict.update:
+            return self._update(function, args)
         elif isinstance(function, operator.methodcaller):
             for arg in args[:1]:
                 if _witness.is_outside(arg):
@@ -128,6 +130,15 @@ class CallsOfC:
             self._call_getter(function, args)
         elif args:
             self._use_context(function, args, frame)
+
+    def _update(self, update: Any, args: tuple[Any, ...]) -> int:
+        """A dict is updated. `args`: the dict, unless the method is bound, and all that is given."""
+        given = args if update is dict.update else (update.__self__, *args)
+        if given and type(given[0]) is dict:
+            return _IN_SIGHT
+        for container in filter(_witness.is_outside, given):
+            self._objects.passed(container)
+        return _NOTHING
 
     def called_with_nothing(self, function: Any, frame: types.FrameType) -> None:
         """A function in C is called without arguments: it may return a state that nothing else tells."""

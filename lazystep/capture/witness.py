@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from . import _witness, c_calls, visible
 from ._places import is_same
@@ -208,6 +209,11 @@ class Witness:
         is_foreign = self._owners.is_foreign(names.get("__name__"))
         if is_foreign:
             self._testimony.shallow.add(place)
+        if key == "_cache" and names is vars(parametrize):
+            self._testimony.refuse(
+                "it uses torch.nn.utils.parametrize.cached, which leaves another cache in each call; go "
+                "without it, or compute the weights once and use torch.func.functional_call"
+            )
         if key not in names:
             self._read_builtin(names, key, is_foreign)
             return 0 if is_foreign else OUTSIDE
