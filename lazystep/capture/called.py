@@ -171,6 +171,8 @@ class CallsOfC:
         if isinstance(owner, weakref.ref) and name == "__call__":
             self._call_reference(owner)
             return
+        if name != "__setattr__":
+            pinned(list(args))
         if args and isinstance(args[0], str) and name in ("__getattribute__", "__setattr__", "__delattr__"):
             if name == "__getattribute__":
                 self._objects.read_attribute(owner, args[0])
