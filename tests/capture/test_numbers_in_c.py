@@ -150,3 +150,16 @@ TAKERS: dict[str, Use] = {
 def test_number_in_a_container_that_c_code_takes(container: str) -> None:
     for take in TAKERS.values():
         check_right(scene_of(lambda box, take=take: take(CONTAINERS[container](box))), num_after=2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda box: ([box.f] * 2)[1],
+        lambda box: ((box.f,) + (box.n,))[0],
+        lambda box: sum(number for number in (box.f, box.n)),
+    ],
+)
+def test_number_that_is_passed_on_is_followed(use: Use) -> None:
+    _, replays = check_right(scene_of(use), num_after=6)
+    assert replays[-1] - replays[-7] == 6

@@ -1106,7 +1106,8 @@ static int on_binary(PyObject **left, PyObject **right)
     }
     /* A text that is filled, an array: it takes the numbers out of a container. Two containers pass them on. */
     int is_container[2] = {holds_others(*left), holds_others(*right)};
-    if (is_container[0] == is_container[1]) {
+    PyObject *taker = is_container[0] ? *right : *left;
+    if (is_container[0] == is_container[1] || PyLong_Check(taker) || taker == Py_None) { /* `[rate] * 2` */
         return 0;
     }
     return pin_inside(is_container[0] ? *left : *right);
