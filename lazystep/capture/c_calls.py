@@ -56,6 +56,8 @@ class CallClass(enum.IntEnum):
     CALLING = 11  # as MOVE, and calls the first of its arguments
     SORTING = 12  # as MOVE, and compares or adds elements; may call an argument that is not the first
     KINDS = 13  # as IGNORE, but the second argument is a class or a tuple of classes, which is looked at
+    INDEXING = 14  # as PASS, but an int among the arguments may be an index
+    SEARCHING = 15  # as MOVE, but an int among the arguments may be an index
 
 
 _IGNORE = {callable, super, globals, locals, print, weakref.ref}
@@ -89,9 +91,20 @@ _STATEFUL_MODULES = frozenset(
     )
 )
 _IGNORE |= {functools.partial, property, staticmethod, classmethod, types.MethodType, _thread.get_ident}
-_PASS = {list, tuple, dict, iter, zip, enumerate, reversed}
-_COMPARING = ("index", "count", "remove", "__eq__", "__contains__")
+_PASS = {list, tuple, dict, iter, zip, reversed}
+_COMPARING = ("count", "remove", "__eq__", "__contains__")
 _HASHING = ("fromkeys", "add", "discard")
+_STORING = (
+    "append",
+    "appendleft",
+    "extend",
+    "extendleft",
+    "update",
+    "__init__",
+    "__add__",
+    "__iadd__",
+    "__ior__",
+)
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _GETATTR = {getattr, hasattr, object.__getattribute__, type.__getattribute__}
 _SETATTR = {setattr, delattr, object.__setattr__, object.__delattr__}
@@ -353,7 +366,11 @@ def classify(function: Any) -> CallClass:
         return CallClass.SIZE
     if name == "sort":
         return CallClass.SORTING
-    return CallClass.MOVE if name in _COMPARING or name in _HASHING else CallClass.PASS
+    if name == "index":
+        return CallClass.SEARCHING
+    if name in _COMPARING or name in _HASHING:
+        return CallClass.MOVE
+    return CallClass.PASS if name in _STORING else CallClass.INDEXING
 
 
 _TOLD_TYPES = (
@@ -390,6 +407,7 @@ _TOLD = _ABSTRACT | {
     operator.is_,
     operator.is_not,
     vars,
+    dict.update,
     contextvars.ContextVar.get,
     contextvars.ContextVar.set,
 }
@@ -398,6 +416,7 @@ _CLASSES = (
     (_CALLING, CallClass.CALLING),
     (_SORTING, CallClass.SORTING),
     (_PASS, CallClass.PASS),
+    ({enumerate}, CallClass.INDEXING),
     ({len}, CallClass.SIZE),
     ({hash}, CallClass.MOVE),
     ({isinstance, issubclass}, CallClass.KINDS),

@@ -58,6 +58,8 @@ class CallsOfC:
         elif isinstance(function, functools.partial):
             if not self._objects.enter_partial(function, is_outside):
                 return _IN_SIGHT
+        elif c_calls.unbound(function) is dict.update:
+            return self._update(function, args)
         elif isinstance(function, operator.methodcaller):
             for arg in args[:1]:
                 if _witness.is_outside(arg):
@@ -129,6 +131,15 @@ class CallsOfC:
         elif args:
             self._use_context(function, args, frame)
 
+    def _update(self, update: Any, args: tuple[Any, ...]) -> int:
+        """A dict is updated. `args`: the dict, unless the method is bound, and all that is given."""
+        given = args if update is dict.update else (update.__self__, *args)
+        if given and type(given[0]) is dict:
+            return _IN_SIGHT
+        for container in filter(_witness.is_outside, given):
+            self._objects.passed(container)
+        return _NOTHING
+
     def called_with_nothing(self, function: Any, frame: types.FrameType) -> None:
         """A function in C is called without arguments: it may return a state that nothing else tells."""
         if getattr(function, "__name__", "") == "__subclasses__":
@@ -160,6 +171,8 @@ class CallsOfC:
         if isinstance(owner, weakref.ref) and name == "__call__":
             self._call_reference(owner)
             return
+        if name != "__setattr__":
+            pinned(list(args))
         if args and isinstance(args[0], str) and name in ("__getattribute__", "__setattr__", "__delattr__"):
             if name == "__getattribute__":
                 self._objects.read_attribute(owner, args[0])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ._places import is_same
-from .places import Place
+from .places import MISSING, Place
 from .surroundings import Found, Surroundings, TensorFacts, are_same, have_same_structure
 from .testimony import Testimony
 from .traced import is_traced, plain
@@ -87,6 +87,8 @@ def find_difference(
         known = earlier[0] if place in earlier[0] else earlier[1]
         if place in known:
             old, new = known[place], before[place]
+            if place in testimony.present and old.value is not MISSING and new.value is not MISSING:
+                continue
             old = old._replace(value=plain(old.value))
             if _is_other(old, new, place in testimony.structures):
                 return f"{place.name} from {_describe_found(old)} to {_describe_found(new)}"

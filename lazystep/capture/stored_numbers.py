@@ -84,4 +84,16 @@ def untraced(value: Any, seen: dict[int, tuple[Any, Any]] | None = None) -> Any:
             made = untraced(element, seen)
             if made is not element:
                 value[key] = made
+        if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
+            _put_plain_keys(value)
     return value
+
+
+def _put_plain_keys(items: dict[Any, Any]) -> None:
+    """Replace keys with traced numbers inside, which C code has put there. Their order stays."""
+    plain_keys = [untraced(key) for key in items]
+    if any(old is not new for old, new in zip(items, plain_keys, strict=True)):
+        values = list(items.values())
+        items.clear()
+        for key, value in zip(plain_keys, values, strict=True):
+            dict.__setitem__(items, key, value)

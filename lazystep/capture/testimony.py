@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..record.handle import Memory
-from .places import Place, Places
+from .places import Kind, Place, Places
+from .traced import is_traced
 
 # Answers to a read, for src/witness.c: follow numbers there; objects there are outside.
 FOLLOW, OUTSIDE = 1, 2
@@ -24,6 +25,7 @@ class Testimony:
         self.structures: dict[Place, None] = {}  # lists, dicts and tuples that were looked at as a whole
         self.contents: dict[Place, None] = {}  # sets and arrays that were looked at
         self.present: set[Place] = set()  # of which only is compared that something is there
+        self.overwritten: set[Place] = set()  # read only after the call itself had put a number there
         self.compares_tensors = False  # whether two tensors are one
         self.identified_places: set[Place] = set()  # containers of which it matters which one they are
         self.held: dict[int, Any] = {}  # containers that were met without a place, by id
@@ -39,11 +41,16 @@ class Testimony:
 
     def note(self, place: Place) -> None:
         """A place is read: what is there is compared before a replay."""
-        self.present.discard(place)
+        if place not in self.overwritten:
+            self.present.discard(place)
         if place not in self.reads:
             if type(place.container) is Place:
                 self.note(place.container)  # before what is in it
             self.reads[place] = None
+            # No number is traced before the call: what was there does not matter.
+            if place in self.writes and place.kind is not Kind.ATTRIBUTE and is_traced(place.get()):
+                self.overwritten.add(place)
+                self.present.add(place)
 
     def note_shallow(self, place: Place) -> None:
         """A place is read, and what is there is compared by identity only."""

@@ -63,7 +63,7 @@ class Trace:
         if kind is None:
             return value
         made: Any = type(value).__new__(kind, value)
-        made.trace, made.expression = self, expression
+        made.trace, made.expression, made.original = self, expression, value
         return made
 
     def pin(self, expression: Expression, value: Any) -> None:

@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
+from ..record.source import user_line
 from . import _witness, c_calls, visible
 from ._places import is_same
 from .called import CallsOfC
@@ -30,7 +32,7 @@ from .place_finder import Access, PlaceFinder
 from .places import MISSING, Kind, Place
 from .surroundings import Surroundings
 from .testimony import FOLLOW, OUTSIDE, Testimony
-from .traced import Trace, TracedFloat, TracedInt, following, plain
+from .traced import Trace, TracedFloat, TracedInt, following, is_traced, plain
 
 _BUILTINS = frozenset(vars(builtins))
 
@@ -208,6 +210,11 @@ class Witness:
         is_foreign = self._owners.is_foreign(names.get("__name__"))
         if is_foreign:
             self._testimony.shallow.add(place)
+        if key == "_cache" and names is vars(parametrize):
+            self._testimony.refuse(
+                "it uses torch.nn.utils.parametrize.cached, which leaves another cache in each call; go "
+                "without it, or compute the weights once and use torch.func.functional_call"
+            )
         if key not in names:
             self._read_builtin(names, key, is_foreign)
             return 0 if is_foreign else OUTSIDE
@@ -305,6 +312,13 @@ class Witness:
     def plain(self, number: Any) -> Any:
         """The type of a traced number is asked for: the plain one."""
         return plain(number)
+
+    def original(self, number: Any) -> Any:
+        """Whether a number is a certain object is asked: the object that was read."""
+        if is_traced(number):
+            self._testimony.refuse(f"it asks whether two numbers are one object at {user_line(1)}; use ==")
+            return number.original
+        return number
 
     def constant(self, value: float) -> Any:
         """A number that meets a traced one."""

@@ -74,12 +74,25 @@ _VALUE_FREE_DRAWS = frozenset(
 
 _MAX_NUMBERS_TAKEN = 100
 
-_fake_mode = FakeTensorMode()
-_inferring = threading.local()
+
+class _Inference(threading.local):
+    """Each thread infers with a fake mode of its own.
+
+    While a kernel runs, torch sets a flag in the mode, and all fake tensors of the mode behave as meta
+    tensors. With one mode for two threads, inference failed at random, and the decision to run the op on the
+    host stayed in the cache.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self.is_active = False
+
+
+_inference = _Inference()
 
 
 def _is_not_inferring(record: logging.LogRecord) -> bool:
-    return not getattr(_inferring, "active", False)
+    return not _inference.is_active
 
 
 # A failure of inference is normal here: eager then says whether it is an error, and which.
@@ -124,9 +137,9 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
             if run_trial(decision, operands, args, kwargs, is_value_free=True):
                 note_decided(decision, facts, operands, args, kwargs)
                 return _with_numbers(decision, operands, template.numbers)
-    _inferring.active = True
+    _inference.is_active = True
     try:
-        with eager_dispatch(), _fake_mode:
+        with eager_dispatch(), _inference.mode:
             fakes = [make(o, torch.empty) for o in operands]
             storages = [t.untyped_storage()._cdata for t in fakes]
             describe(decision, operands, fakes, storages, call(func, fakes, args, kwargs))
@@ -140,7 +153,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
             call(func, make_all(operands, torch.zeros), args, kwargs)
         return Decision(Action.HOST, facts.name, func, "no shape inference for the op")
     finally:
-        _inferring.active = False
+        _inference.is_active = False
     if is_due_behind_inference(decision, facts, operands):
         run_trial(decision, operands, args, kwargs, is_value_free=False)
     note_decided(decision, facts, operands, args, kwargs)
@@ -164,15 +177,15 @@ def check_numbers(facts: OpFacts, decision: Decision, args: tuple[Any, ...], kwa
     if decision.was_tried or (facts.work is not None and _has_outside(numbers, decision.range)):
         try_numbers(decision, template.operands, args, kwargs)
     else:
-        _inferring.active = True
+        _inference.is_active = True
         try:
-            with eager_dispatch(), _fake_mode:
+            with eager_dispatch(), _inference.mode:
                 call(facts.func, [make(o, torch.empty) for o in template.operands], args, kwargs)
         except Exception as error:
             if is_about_types(error):
                 try_numbers(decision, template.operands, args, kwargs)
         finally:
-            _inferring.active = False
+            _inference.is_active = False
     if len(decision.numbers_taken) >= _MAX_NUMBERS_TAKEN:
         decision.numbers_taken.clear()
     decision.numbers_taken.add(numbers)

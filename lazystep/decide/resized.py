@@ -39,6 +39,8 @@ _WITHOUT_TRIAL, _LARGE_OPS = NAMES | frozenset(_QUICK.split()), frozenset(_IF_LA
 
 # By what calls have in common if they differ in sizes only: whether meta tensors agreed with a decision.
 _agreed: dict[Any, bool] = {}
+# The same for the rule, which is for contiguous operands only: a first call may have had others.
+_rule_agreed: dict[Any, bool] = {}
 _MAX_KEYS = 10_000
 
 
@@ -46,10 +48,13 @@ def decide_resized(
     decision: Decision, facts: OpFacts, operands: list[Operand], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Note in `decision` what the op does, if a call that differs in sizes only has been decided in full."""
-    if not _is_for(facts, operands) or not _agreed.get(_key(decision, operands), False):
+    if not _is_for(facts, operands):
+        return False
+    key = _key(decision, operands)
+    if not _agreed.get(key, False):
         return False
     by_rule = result_of(_packet(decision), operands, args)
-    if by_rule is None:
+    if by_rule is None or not _rule_agreed.get(key, False):
         return _ask(decision, operands, args, kwargs)
     decision.results = (by_rule,)
     return True
@@ -62,12 +67,15 @@ def note_decided(
     if not _is_for(facts, operands):
         return
     key = _key(decision, operands)
-    if key in _agreed and not _agreed[key]:
+    if not _agreed.get(key, True):
         return
     other = Decision(decision.action, decision.op, decision.func, writes=decision.writes)
     if len(_agreed) >= _MAX_KEYS:
         _agreed.clear()
+        _rule_agreed.clear()
     by_rule = result_of(_packet(decision), operands, args)
+    if by_rule is not None:
+        _rule_agreed[key] = decision.results == (by_rule,)
     _agreed[key] = (
         _ask(other, operands, args, kwargs)
         and (by_rule is None or decision.results == (by_rule,))
@@ -83,7 +91,8 @@ def _is_for(facts: OpFacts, operands: list[Operand]) -> bool:
         and facts.name.startswith("aten.")
         and (bool(operands) or packet == "arange")
         and not (facts.writes or facts.needs_nbytes)
-        and all(operand.group < 0 for operand in operands)
+        # The strides of an empty result are others on the CPU than on meta tensors.
+        and all(operand.group < 0 and 0 not in operand.type.shape for operand in operands)
     )
 
 

@@ -147,3 +147,20 @@ def test_errors_are_those_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError) as lazy:
             wrong(torch.ones(79, 6).to("lazy"), "lazy")
         assert str(lazy.value).startswith(str(eager.value).partition("\n")[0])
+
+
+def test_rule_that_no_full_decision_has_confirmed_is_not_used() -> None:
+    """The rule is not for the transpose, so the first call says nothing about it."""
+    first = torch.ones(11, 12, device="lazy") > 0
+    assert (first.t() * 2.5).dtype == torch.float32
+    later = (torch.ones(13, 12, device="lazy") > 0) * 2.5
+    assert later.dtype == torch.float32
+    assert later.tolist() == [[2.5] * 12] * 13
+
+
+def test_strides_of_an_empty_result_are_those_of_eager() -> None:
+    def strides(device: str, size: int) -> tuple[int, ...]:
+        return (torch.ones(size, 4, device=device).t() + torch.ones(4, 1, device=device)).stride()
+
+    for size in (14, 0, 15):
+        assert strides("lazy", size) == strides("cpu", size)

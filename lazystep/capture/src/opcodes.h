@@ -14,6 +14,7 @@
 static Operation common_operation_of(int opcode, int oparg)
 {
     switch (opcode) {
+    case YIELD_VALUE: /* C code may take it */
     case RETURN_VALUE: DOES(DO_RETURN, 0);
     case LOAD_NAME: DOES(DO_READ_NAME, oparg);
     case STORE_GLOBAL: DOES(DO_WRITE_GLOBAL, oparg);

@@ -150,7 +150,9 @@ enum {
     SIZE,      /* as PASS, but at no more than its length or keys */
     CALLING,   /* as MOVE, and calls the first of its arguments */
     SORTING,   /* as MOVE, and compares or adds elements; may call an argument that is not the first */
-    KINDS      /* as IGNORE, but the second argument is a class or a tuple of classes, which is looked at */
+    KINDS,     /* as IGNORE, but the second argument is a class or a tuple of classes, which is looked at */
+    INDEXING,  /* as PASS, but an int among the arguments may be an index */
+    SEARCHING  /* as MOVE, but an int among the arguments may be an index */
 };
 
 typedef struct {
@@ -347,66 +349,91 @@ static int is_plain_container(PyObject *value)
     return PyList_Check(value) || PyTuple_Check(value) || PyDict_Check(value);
 }
 
-static int note_moved(PyObject *value, int depth);
-
-static int look_inside(PyObject *value, int depth);
 static int append_to(PyObject *object, void *list) { return PyList_Append(list, object); }
 
-/* What an iterator in C takes from, such as the lists of a `zip`. A generator's frame shows what it takes. */
-static int look_behind(PyObject *iterator, int depth)
+static int is_deque(PyObject *value) { return strcmp(Py_TYPE(value)->tp_name, "collections.deque") == 0; }
+
+/* Containers, views of dicts, and iterators in C. A generator's frame shows what it takes. */
+static int holds_others(PyObject *value)
 {
-    traverseproc traverse = Py_TYPE(iterator)->tp_traverse;
-    if (traverse == NULL || PyGen_Check(iterator)) {
-        return 0;
-    }
-    PyObject *parts = PyList_New(0);
-    int done = parts == NULL || traverse(iterator, append_to, parts) < 0 ? -1 : look_inside(parts, depth);
-    Py_XDECREF(parts);
-    return done;
+    return is_plain_container(value) || PyAnySet_Check(value) || PyDictViewSet_Check(value) ||
+           PyDictValues_Check(value) || is_deque(value) || (PyIter_Check(value) && !PyGen_Check(value));
 }
 
-/* A container of the call's own is looked at: it may hold outside containers, also in containers inside. */
-static int look_inside(PyObject *value, int depth)
+/* Append what a container or iterator holds to a list. */
+static int append_parts(PyObject *value, PyObject *list)
 {
-    if (depth == 0 || !is_plain_container(value)) {
-        return depth != 0 && PyIter_Check(value) ? look_behind(value, depth - 1) : 0;
-    }
-    if (!PyDict_Check(value)) {
-        /* The sink's methods run in between: the list may get shorter, and the element go. */
+    if (PyList_Check(value) || PyTuple_Check(value)) {
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
-            PyObject *element = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
-            int done = has_state(element) ? note_moved(element, depth - 1) : 0;
-            Py_DECREF(element);
-            if (done < 0) {
+            if (PyList_Append(list, PySequence_Fast_GET_ITEM(value, i)) < 0) {
                 return -1;
             }
         }
         return 0;
     }
-    Py_ssize_t position = 0;
-    PyObject *key, *item;
-    while (PyDict_Next(value, &position, &key, &item)) {
-        PyObject *pair[2] = {Py_NewRef(key), Py_NewRef(item)};
-        int done = 0;
-        for (int i = 0; i < 2; i++) {
-            done = done == 0 && has_state(pair[i]) ? note_moved(pair[i], depth - 1) : done;
-            Py_DECREF(pair[i]);
+    if (PyDict_Check(value)) {
+        Py_ssize_t position = 0;
+        PyObject *key, *item;
+        while (PyDict_Next(value, &position, &key, &item)) {
+            if (PyList_Append(list, key) < 0 || PyList_Append(list, item) < 0) {
+                return -1;
+            }
         }
-        if (done < 0) {
-            return -1;
-        }
+        return 0;
     }
-    return 0;
+    traverseproc traverse = Py_TYPE(value)->tp_traverse;
+    return traverse == NULL ? 0 : traverse(value, append_to, list);
 }
 
-enum { MAX_DEPTH = 8 }; /* a list may be in itself */
+enum { MAX_PARTS = 1000000 }; /* of containers that are outside there may be more, which are refused elsewhere */
+
+/* Visit all that a container holds, also in containers inside. `visit` answers 1 to go into the part, too. */
+static int visit_inside(PyObject *value, int (*visit)(PyObject *))
+{
+    if (!holds_others(value)) {
+        return 0;
+    }
+    int done = -1;
+    /* The sink's methods run in between: containers may change, so their parts are kept here. */
+    PyObject *parts = PyList_New(0), *seen = PySet_New(NULL);
+    if (parts == NULL || seen == NULL || append_parts(value, parts) < 0) {
+        goto end;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parts) && i < MAX_PARTS; i++) {
+        PyObject *part = PyList_GET_ITEM(parts, i);
+        int enters = visit(part);
+        if (enters < 0) {
+            goto end;
+        }
+        if (!enters || !holds_others(part)) {
+            continue;
+        }
+        PyObject *address = PyLong_FromVoidPtr(part); /* a list may be in itself */
+        int is_known = address == NULL ? -1 : PySet_Contains(seen, address);
+        if (is_known < 0 || (!is_known && (PySet_Add(seen, address) < 0 || append_parts(part, parts) < 0))) {
+            Py_XDECREF(address);
+            goto end;
+        }
+        Py_DECREF(address);
+    }
+    done = 0;
+end:
+    Py_XDECREF(parts);
+    Py_XDECREF(seen);
+    return done;
+}
+
+static int note_part(PyObject *part);
+
+/* A container of the call's own is looked at: it may hold outside containers, also in containers inside. */
+static int look_inside(PyObject *value) { return visit_inside(value, note_part); }
 
 /* All of an outside object was looked at. */
 static int note_whole(PyObject *value)
 {
     Row *row = find_outside(value);
     if (row == NULL) {
-        return look_inside(value, MAX_DEPTH);
+        return look_inside(value);
     }
     if (row->flags & WHOLE) {
         return 0;
@@ -416,17 +443,25 @@ static int note_whole(PyObject *value)
 }
 
 /* An outside object is passed on: if it is a container or an array, all of it. The sink decides that. */
-static int note_moved(PyObject *value, int depth)
+static int note_moved(PyObject *value)
 {
     Row *row = find_outside(value);
     if (row == NULL) {
-        return look_inside(value, depth);
+        return look_inside(value);
     }
     if ((row->flags & (WHOLE | MOVED)) || PyObject_TypeCheck(value, state.tensor)) {
         return 0;
     }
     row->flags |= MOVED;
     return tell_void("moved", Py_BuildValue("(O)", value));
+}
+
+static int note_part(PyObject *part)
+{
+    if (!has_state(part) || PyType_Check(part)) {
+        return 0;
+    }
+    return find_outside(part) == NULL ? 1 : note_moved(part);
 }
 
 /* The elements of an outside container are passed on, as objects: what is in them is seen when it is used. */
@@ -473,32 +508,19 @@ static int pin(PyObject **slot)
     return 0;
 }
 
-/* Traced numbers in a container that C code is given, also in containers inside. */
-static int pin_inside(PyObject *value, int depth)
+static int pin_part(PyObject *part)
 {
-    if (is_traced(value)) {
-        return tell_void("pin", Py_BuildValue("(O)", value));
+    if (is_traced(part)) {
+        return tell_void("pin", Py_BuildValue("(O)", part));
     }
-    if (depth == 0) {
-        return 0;
-    }
-    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
-            if (pin_inside(PySequence_Fast_GET_ITEM(value, i), depth - 1) < 0) {
-                return -1;
-            }
-        }
-    }
-    else if (PyDict_CheckExact(value)) {
-        Py_ssize_t position = 0;
-        PyObject *key, *item;
-        while (PyDict_Next(value, &position, &key, &item)) {
-            if (pin_inside(item, depth - 1) < 0) {
-                return -1;
-            }
-        }
-    }
-    return 0;
+    return is_plain_container(part) || find_outside(part) == NULL;
+}
+
+/* Traced numbers in a container that C code is given, also in containers inside. */
+static int pin_inside(PyObject *value)
+{
+    int done = pin_part(value);
+    return done == 1 ? visit_inside(value, pin_part) : done;
 }
 
 /* An operand of an instruction: the contents of a container. Other objects have methods for it, in Python. */
@@ -511,7 +533,7 @@ static int look_at(PyObject **slot)
     if (is_traced(value)) {
         return pin(slot);
     }
-    return has_state(value) ? note_moved(value, MAX_DEPTH) : 0;
+    return has_state(value) ? note_moved(value) : 0;
 }
 
 /* The same where only the length or the keys matter. */
@@ -701,7 +723,7 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
             any |= is_traced(args[i]);
         }
         for (Py_ssize_t i = 0; i < num_args && !any; i++) {
-            if (has_state(args[i]) && note_moved(args[i], MAX_DEPTH) < 0) { /* an array of one number, say */
+            if (has_state(args[i]) && note_moved(args[i]) < 0) { /* an array of one number, say */
                 return -1;
             }
         }
@@ -738,7 +760,7 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
     }
     /* fall through */
     case KINDS:
-        if (kind == KINDS && num_args > 1 && note_moved(args[1], MAX_DEPTH) < 0) {
+        if (kind == KINDS && num_args > 1 && note_moved(args[1]) < 0) {
             return -1;
         }
     /* fall through */
@@ -762,8 +784,16 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
         }
         kind = MOVE;
     }
+    if (kind == INDEXING || kind == SEARCHING) {
+        for (Py_ssize_t i = 0; i < num_args; i++) {
+            if (Py_TYPE(args[i]) == state.traced_int && pin(&args[i]) < 0) {
+                return -1;
+            }
+        }
+        kind = kind == INDEXING ? PASS : MOVE;
+    }
     level->keeps = kind != PASS && !is_calling; /* what methods return to C code, such as `__len__`, is a plain number */
-    if (self != NULL && (kind == MOVE ? note_moved(self, MAX_DEPTH) : kind == PASS   ? note_passed(self)
+    if (self != NULL && (kind == MOVE ? note_moved(self) : kind == PASS   ? note_passed(self)
                          : kind == SIZE ? note_sized(self)
                                         : note_whole(self)) < 0) {
         return -1;
@@ -771,14 +801,14 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
     int is_dict = *callable == (PyObject *)&PyDict_Type; /* which hashes keys, if it is given no dict */
     for (Py_ssize_t i = 0; i < num_args; i++) {
         PyObject *value = args[i];
-        if (is_dict && !PyDict_Check(value) && note_moved(value, MAX_DEPTH) < 0) {
+        if (is_dict && !PyDict_Check(value) && note_moved(value) < 0) {
             return -1;
         }
         if (kind == MOVE || kind == PASS || kind == SIZE) {
-            if ((kind == MOVE ? note_moved(value, MAX_DEPTH) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
+            if ((kind == MOVE ? note_moved(value) : kind == PASS ? note_passed(value) : note_sized(value)) < 0) {
                 return -1;
             }
-            if (kind == MOVE && state.num_ops && (pin(&args[i]) < 0 || pin_inside(args[i], 3) < 0)) {
+            if (kind == MOVE && state.num_ops && (pin(&args[i]) < 0 || pin_inside(args[i]) < 0)) {
                 return -1;
             }
             continue;
@@ -786,7 +816,7 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
         if (pin(&args[i]) < 0 || (has_state(args[i]) && note_whole(args[i]) < 0)) {
             return -1;
         }
-        if (is_plain_container(value) && pin_inside(value, 3) < 0) {
+        if (pin_inside(args[i]) < 0) {
             return -1;
         }
     }
@@ -1034,7 +1064,7 @@ static int read_item(Level *level, PyObject **slot, PyObject **key)
     if (PyObject_TypeCheck(owner, state.tensor)) {
         return 0; /* an op */
     }
-    if (look_at(key) < 0) { /* all of a tuple: its hash */
+    if (look_at(key) < 0 || pin_inside(*key) < 0) { /* all of a tuple: its hash */
         return -1;
     }
     if (find_outside(owner) == NULL) {
@@ -1071,10 +1101,16 @@ static int on_binary(PyObject **left, PyObject **right)
         }
         return 0;
     }
-    if (look_at(left) < 0) {
+    if (look_at(left) < 0 || look_at(right) < 0) {
         return -1;
     }
-    return look_at(right);
+    /* A text that is filled, an array: it takes the numbers out of a container. Two containers pass them on. */
+    int is_container[2] = {holds_others(*left), holds_others(*right)};
+    PyObject *taker = is_container[0] ? *right : *left;
+    if (is_container[0] == is_container[1] || PyLong_Check(taker) || taker == Py_None) { /* `[rate] * 2` */
+        return 0;
+    }
+    return pin_inside(is_container[0] ? *left : *right);
 }
 
 static int on_truth(Level *level, PyObject **slot)
@@ -1114,7 +1150,7 @@ static int on_operation(Level *level, const Operation *operation)
     case DO_RETURN:
         if (state.num_levels > 1 && (state.levels[state.num_levels - 2].keeps ||
                                      state.levels[state.num_levels - 2].code_kind == OPS)) {
-            return look_at(&top[-1]) < 0 ? -1 : pin_inside(top[-1], 3);
+            return look_at(&top[-1]) < 0 ? -1 : pin_inside(top[-1]);
         }
         return 0;
     case DO_READ_GLOBAL: {
@@ -1175,14 +1211,14 @@ static int on_operation(Level *level, const Operation *operation)
         if (PyObject_TypeCheck(owner, state.tensor)) {
             return 0;
         }
-        if (look_at(&top[-1]) < 0) {
+        if (look_at(&top[-1]) < 0 || pin_inside(top[-1]) < 0) {
             return -1;
         }
         PyObject *value = does == DO_WRITE_ITEM ? top[-3] : NULL;
         if ((PyDict_Check(owner) || PyList_Check(owner)) && !PySlice_Check(top[-1])) {
             return note_write(ITEM, owner, top[-1], value);
         }
-        if (does == DO_WRITE_ITEM && pin(&top[-3]) < 0) {
+        if (does == DO_WRITE_ITEM && (pin(&top[-3]) < 0 || (!holds_others(owner) && pin_inside(top[-3]) < 0))) {
             return -1;
         }
         return note_whole(owner);
@@ -1196,7 +1232,7 @@ static int on_operation(Level *level, const Operation *operation)
         if (PyObject_TypeCheck(owner, state.tensor)) {
             return 0; /* an op */
         }
-        if (does == DO_WRITE_SLICE && pin(&top[-4]) < 0) {
+        if (does == DO_WRITE_SLICE && (pin(&top[-4]) < 0 || (!holds_others(owner) && pin_inside(top[-4]) < 0))) {
             return -1;
         }
         return note_whole(owner);
@@ -1222,6 +1258,16 @@ static int on_operation(Level *level, const Operation *operation)
     case DO_IS:
         if (PyObject_TypeCheck(top[-2], state.tensor) && PyObject_TypeCheck(top[-1], state.tensor)) {
             return tell_void("identity", Py_BuildValue("(OO)", top[-2], top[-1]));
+        }
+        if ((is_traced(top[-2]) || is_traced(top[-1])) && PyNumber_Check(top[-2]) && PyNumber_Check(top[-1])) {
+            for (int i = 1; i <= 2; i++) {
+                PyObject *original = tell("original", Py_BuildValue("(O)", top[-i]));
+                if (original == NULL) {
+                    return -1;
+                }
+                put(&top[-i], original);
+            }
+            return 0;
         }
         if (has_state(top[-2]) && has_state(top[-1])) {
             for (int i = 1; i <= 2; i++) {
