@@ -122,7 +122,7 @@ class Guards:
         for place in testimony.reads:
             self._add(place, place in testimony.contents)
         self._add_identities(testimony)
-        # The objects that are in caches, which are kept here: no other object has their ids.
+        # What is in caches, which is kept here: no other object has these ids.
         self._caches = [(cache, _contents_of(cache)) for cache in testimony.caches.values()]
         self._told = list(testimony.told.items())
         self._plan = Plan(self._rows)
@@ -186,10 +186,13 @@ class Guards:
 
         A number that is written into one list is not what a replay reads from another, unless they are one.
         And something may hold a container that is in a place, too, such as `get = table.__getitem__` or a
-        partial: that goes on with the old container when the place gets another one.
+        partial: that goes on with the old container when the place gets another one. So does a cached
+        function with the tensor or the container that it has returned.
         """
         identified = {id(self._before[place].value) for place in testimony.identified_places}
         identified.update(testimony.held)
+        for cache in testimony.caches.values():
+            identified.update(_kept_by(cache))
         for place in {**testimony.reads, **dict.fromkeys(testimony.identified_places)}:
             if id(self._before[place].value) in identified:  # in this place, too
                 self._add_again(place, Check.IS, self._before[place].value)
@@ -367,16 +370,28 @@ def _partition(tensors: list[Any]) -> list[int]:
     return [first.setdefault(id(tensor), len(first)) for tensor in tensors]
 
 
-def _contents_of(cache: Any) -> dict[int, Any]:
-    """The keys and results in a `functools.lru_cache`, by id.
+def _contents_of(cache: Any) -> dict[tuple[int, int], Any]:
+    """The keys of a `functools.lru_cache` and what it has for each, by their ids.
 
-    A cache without a limit keeps them in a dict, and one with a limit in a list. The counts of `cache_info`
-    do not tell whether other code has cleared and filled it.
+    The counts of `cache_info` do not tell whether other code has cleared and filled it.
     """
-    found: list[Any] = []
-    for part in gc.get_referents(cache):
-        found += part.values() if type(part) is dict else [part]
-    return {id(one): one for one in found}
+    tables = [part for part in gc.get_referents(cache) if type(part) is dict and part is not vars(cache)]
+    return {(id(pair[0]), id(pair[1])): pair for table in tables for pair in table.items()}
+
+
+def _kept_by(cache: Any) -> set[int]:
+    """The ids of the tensors and containers that a `functools.lru_cache` may return, or that are in these."""
+    found: set[int] = set()
+    # A cache without a limit has them in a dict, and one with a limit tells the garbage collector of each.
+    waiting = [part for part in gc.get_referents(cache) if part is not vars(cache)]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, (torch.Tensor, *CONTAINERS)) or id(one) in found:
+            continue
+        found.add(id(one))
+        if not isinstance(one, torch.Tensor):
+            waiting += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def _describe(place: Place, before: Found, check: Check) -> str:
