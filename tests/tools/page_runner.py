@@ -105,7 +105,7 @@ def main(path: Path) -> None:
             raise
         if block.output is not None and not matches(block.output, printed):
             sys.exit(f"{where}: the page says\n{block.output}\nbut this was printed:\n{printed}")
-        print(f"{where}: ran")
+        sys.stdout.write(f"{where}: ran\n")  # in one piece: an async closure of the block may still print
 
 
 if __name__ == "__main__":
