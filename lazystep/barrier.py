@@ -36,7 +36,7 @@ def finish_step(context: DeviceContext) -> None:
         context.run_closures()
     if runtime.executor.failures:
         runtime.raise_failures()
-    if context.has_async_handler:
+    if context.started_handler is not None:
         context.async_failures()
     if notices.waiting:
         notices.give_notices()

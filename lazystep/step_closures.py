@@ -102,8 +102,7 @@ class DeviceContext:
         self.device = device
         self.step = 0  # barriers crossed so far
         self.sync_handler = ClosureHandler()
-        self._async_handler: AsyncClosureHandler | None = None
-        self.has_async_handler = False
+        self.started_handler: AsyncClosureHandler | None = None  # of async closures, once one was added
         self._lock = threading.Lock()
         self._sync: list[StepClosure] = []
         self._async: list[StepClosure] = []
@@ -120,11 +119,10 @@ class DeviceContext:
     def async_handler(self) -> AsyncClosureHandler:
         """The handler of async closures, made at first use from the settings."""
         with self._lock:
-            if self._async_handler is None:
+            if self.started_handler is None:
                 when_full = WhenFull(settings.async_queue_policy)
-                self._async_handler = AsyncClosureHandler(settings.max_async_queue, when_full)
-                self.has_async_handler = True
-            return self._async_handler
+                self.started_handler = AsyncClosureHandler(settings.max_async_queue, when_full)
+            return self.started_handler
 
     def add(self, closure: StepClosure, run_async: bool) -> None:
         """Keep a closure for the end of the step."""
@@ -185,7 +183,7 @@ class DeviceContext:
         sync_closures = [closure for _, closures in ended for closure in closures]
         with self._lock:
             self.held += [closure for closures, _ in ended for closure in closures]
-        handler = self._async_handler
+        handler = self.started_handler
         if handler is None or not handler.has_failures:
             self._queue_held()
         metrics.count("closures_run_sync", len(sync_closures))
@@ -216,18 +214,18 @@ class DeviceContext:
 
     def async_failures(self) -> None:
         """Raise the errors of async closures since the last call. Does not wait."""
-        if self._async_handler is not None:
-            self._async_handler.raise_failures()
+        if self.started_handler is not None:
+            self.started_handler.raise_failures()
 
     def num_pending(self) -> int:
         """The number of async closures of ended steps that have not finished."""
-        handler = self._async_handler
+        handler = self.started_handler
         queued = 0 if handler is None else handler.num_waiting + (handler._running is not None)
         return queued + len(self.held)
 
     def close(self, timeout: float) -> list[str]:
         """Wait up to `timeout` seconds for async closures. Returns the names of closures that did not run."""
-        handler = self._async_handler
+        handler = self.started_handler
         # Not `_queue_held`, which may wait for a place in the queue for longer than the timeout.
         while self.held and handler is not None and handler.num_waiting < handler.max_queue_size:
             handler.put(self.held.pop(0))

@@ -390,7 +390,7 @@ def _kept_by(cache: Any) -> set[int]:
             continue
         found.add(id(one))
         if not isinstance(one, torch.Tensor):
-            waiting += one.values() if isinstance(one, dict) else one
+            waiting += gc.get_referents(one)  # and not by its methods, which may be the user's
     return found
 
 

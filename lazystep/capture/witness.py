@@ -212,8 +212,8 @@ class Witness:
             self._testimony.shallow.add(place)
         if key == "_cache" and names is vars(parametrize):
             self._testimony.refuse(
-                "it uses torch.nn.utils.parametrize.cached, which leaves another cache in each call; go "
-                "without it, or compute the weights once and use torch.func.functional_call"
+                f"it uses torch.nn.utils.parametrize.cached at {user_line(1)}, which leaves another cache in "
+                "each call; go without it, or compute the weights once and use torch.func.functional_call"
             )
         if key not in names:
             self._read_builtin(names, key, is_foreign)

@@ -223,4 +223,4 @@ def test_cache_of_parametrizations_is_refused_by_its_name() -> None:
 
     step, replays = check_right(make)
     assert replays[-1] == 0
-    assert "parametrize.cached" in step.explain()
+    assert f"parametrize.cached at {__file__}:" in step.explain()

@@ -290,7 +290,7 @@ def test_back_pressure_is_counted_and_holds_no_lock() -> None:
     gate = Gate()
     with config.override(max_async_queue=1):
         small = lazystep.closure.AsyncClosureHandler(1)
-        original, context._async_handler = context._async_handler, small
+        original, context.started_handler = context.started_handler, small
         lazystep.add_step_closure(gate, run_async=True)
         lazystep.mark_step()
         assert gate.entered.wait(30)
@@ -305,7 +305,7 @@ def test_back_pressure_is_counted_and_holds_no_lock() -> None:
         blocked.join(30)
         assert not blocked.is_alive()
         lazystep.flush_step_closures(30)
-        context._async_handler = original
+        context.started_handler = original
     assert count("closure_queue_waits") >= 1
 
 

@@ -19,15 +19,10 @@ from lazystep.record._recorder import CastTo
 
 from ..conformance.compare import tree_difference
 from ..helpers import count
+from .cases import Case, Cases
 
 BF16, F16 = torch.bfloat16, torch.float16
-Case = Callable[[str], Any]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+case = CASES = Cases()
 
 
 def net(device: str) -> nn.Module:

@@ -18,15 +18,10 @@ from lazystep.record import _recorder
 
 from ..conformance.compare import tree_difference
 from ..helpers import count
+from .cases import Cases
 
 BF16, F16 = torch.bfloat16, torch.float16
-Case = Callable[[str], Any]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+case = CASES = Cases()
 
 
 def data(d: str, *shape: int, seed: int = 0) -> torch.Tensor:

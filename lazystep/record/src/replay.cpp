@@ -95,19 +95,20 @@ py::tuple settings_and_keys() {
   return py::make_tuple(settings(), keys.included_.raw_repr(), keys.excluded_.raw_repr());
 }
 
-int64_t plain_modes() {
-  if (at::impl::PythonTorchFunctionTLS::stack_len() || c10::impl::TorchDispatchModeTLS::stack_len()) return -1;
-  if (at::SavedTensorDefaultHooks::get_hooks(true).has_value()) return -1;
+static bool are_modes_plain() {
+  if (at::impl::PythonTorchFunctionTLS::stack_len() || c10::impl::TorchDispatchModeTLS::stack_len()) return false;
+  if (at::SavedTensorDefaultHooks::get_hooks(true).has_value()) return false;
   // The transforms of torch.func include keys. Autocast and inference mode do, too, and have flags of their own.
   constexpr c10::DispatchKeySet theirs = c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
   auto keys = c10::impl::tls_local_dispatch_key_set();
-  if (keys.included_ - theirs != c10::default_included_set - theirs) return -1;
-  if (keys.excluded_ - theirs != c10::default_excluded_set - theirs) return -1;
-  return static_cast<int64_t>(settings());
+  return keys.included_ - theirs == c10::default_included_set - theirs &&
+      keys.excluded_ - theirs == c10::default_excluded_set - theirs;
 }
 
+int64_t plain_modes() { return are_modes_plain() ? static_cast<int64_t>(settings()) : -1; }
+
 py::object take_arguments(const py::tuple& arguments) {
-  if (plain_modes() < 0 || c10::InferenceMode::is_enabled()) return py::none();
+  if (!are_modes_plain() || c10::InferenceMode::is_enabled()) return py::none();
   size_t size = arguments.size();
   py::list leaves(size);
   py::tuple kind(size + 1);
