@@ -36,19 +36,22 @@ Recipe = Callable[["Context"], Any]
 class Context:
     """The values that recipes of a running replay read."""
 
-    __slots__ = ("before", "leaves", "number", "outputs", "tensors")
+    __slots__ = ("before", "fresh", "leaves", "number", "outputs", "tensors")
 
     def __init__(self, leaves: Sequence[Any], number: Callable[[int], Any], before: Sequence[Any]) -> None:
         self.leaves = leaves
         self.number = number  # the value of an expression, by its number
         self.before = before  # what `Guards.hold` has found
         self.outputs: Handles[Handle]
-        self.tensors: dict[int, Any] = {}
+        self.fresh: list[Handle] = []  # draws and other memory that this replay has made for itself
+        self.tensors: dict[int, torch.Tensor] = {}
 
-    def output(self, position: int, key: int, make: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
-        """A tensor for this output. Leaves that were one object, with this key, become one object again."""
+    def tensor(
+        self, handle: Handle, key: int, make: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> torch.Tensor:
+        """A tensor for this value. Leaves that were one object, with this key, become one object again."""
         if key not in self.tensors:
-            tensor = wrap(self.outputs[position])
+            tensor = wrap(handle)
             self.tensors[key] = tensor if make is None else make(tensor)
         return self.tensors[key]
 
@@ -56,9 +59,13 @@ class Context:
 class Recipes:
     """Finds a recipe for each leaf of a recorded call's results, effects and closure arguments."""
 
-    def __init__(self, call: RecordedCall, expressions: list[Expression]) -> None:
+    def __init__(
+        self, call: RecordedCall, expressions: list[Expression], fresh: Mapping[Handle, int]
+    ) -> None:
+        """`fresh`: values that each replay makes anew before its program runs, and the number of each."""
         assert call.program is not None
         self._made = {h: n for n, h in enumerate(call.program.outputs) if h is not None}
+        self._fresh = dict(fresh)
         # Tensors that existed when the call began, by identity and by handle: the argument or place of each.
         self._tensors: dict[int, int | Place] = {}
         self._values: dict[Handle, int | Place] = {}
@@ -89,6 +96,7 @@ class Recipes:
         """All recipes are found. They keep none of the call's tensors alive."""
         self.positions.update(positions)
         self._made.clear()
+        self._fresh.clear()
         self._values.clear()
         self._is_outside = self._as_left = bool  # the methods of the call would keep it alive
 
@@ -108,7 +116,10 @@ class Recipes:
         handle = find_handle(new)
         if handle is not None and handle in self._made:
             position, key, make = self._made[handle], id(new), _kind_of_tensor(new)
-            return lambda context: context.output(position, key, make)
+            return lambda context: context.tensor(context.outputs[position], key, make)
+        if handle is not None and handle in self._fresh:
+            number, key, make = self._fresh[handle], id(new), _kind_of_tensor(new)
+            return lambda context: context.tensor(context.fresh[number], key, make)
         if id(new) in self._tensors:
             return self._take(self._tensors[id(new)])
         if isinstance(new, torch.Tensor):

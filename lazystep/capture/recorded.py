@@ -10,7 +10,7 @@ whose places were all known before it began (`is_complete`) can be captured.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -312,19 +312,24 @@ class RecordedCall:
         """Whether something that the call has left behind was there before it."""
         return any(value is one for one in self._outside)
 
-    def owned_handles(self) -> set[Handle]:
-        """The values that a replay can deliver: results, arguments of closures, and tensors in places."""
+    def _owned_handles(self) -> set[Handle]:
+        """The values that a replay delivers, and those that nobody can reach after a replay.
+
+        Delivered: results, arguments of closures, and tensors in places. In a replay they have no graph, so
+        nobody can reach the leaves of graphs that backward is done with, such as a gradient penalty's input.
+        """
         leaves = list(self.result_leaves)
         for added in self.added:
             leaves += pytree.tree_leaves((added.args, added.kwargs))
         for place in self.testimony.used_places():
             leaves += _leaves_of(self.after[place].value)
+        leaves += _leaves_of_used_graphs(leaves)
         return {h for leaf in leaves if (h := find_handle(leaf)) is not None}
 
     def _find_lost_outputs(self) -> None:
         if self.program is None or self.reason:
             return
-        if maker := self.program.drop_lost_outputs(self.owned_handles()):
+        if maker := self.program.drop_lost_outputs(self._owned_handles()):
             has_graph = any(isinstance(r, torch.Tensor) and r.requires_grad for r in self.result_leaves)
             self._refuse(
                 f"what it returns carries a graph, which holds the result of {maker}: call backward "
@@ -380,3 +385,19 @@ def _leaves_of(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value]
     return pytree.tree_leaves(value) if isinstance(value, (list, tuple, dict)) else []
+
+
+def _leaves_of_used_graphs(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The leaves behind these tensors that have a gradient, which tells of a backward, and the gradients."""
+    waiting = [one.grad_fn for one in tensors if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+    seen = set(waiting)
+    leaves: list[torch.Tensor] = []
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.grad is not None:
+            leaves += [leaf, leaf.grad]
+        following = {above for above, _ in node.next_functions if above is not None} - seen
+        seen |= following
+        waiting += following
+    return leaves

@@ -62,12 +62,12 @@ class Replay:
         # At offset zero: inputs may begin anywhere in their memory.
         self._types = [self._program.values[value].type.at(0) for value in self._program.inputs]
         self._expressions: list[Expression] = []
-        places = self._bind_inputs(earlier, call)
+        places, fresh = self._bind_inputs(earlier, call)
         self._find_scalars(earlier, call)
         for number, (position, expression, dtype) in enumerate(self._moved_counts):
             self._expressions.append(expression)
             self._moved_counts[number] = position, len(self._expressions) - 1, dtype
-        recipes = self._find_outputs(earlier, call)
+        recipes = self._find_outputs(earlier, call, fresh)
         followed = self._followed(call)
         self.guards = call.make_guards(followed)
         recipes.finish(self.guards.outputs)
@@ -84,8 +84,14 @@ class Replay:
 
     # -- binding -------------------------------------------------------------------------------------
 
-    def _bind_inputs(self, earlier: RecordedCall | Outline, call: RecordedCall) -> dict[int, Place]:
-        """Find for every input of the program where a replay reads it. Returns the places, by position."""
+    def _bind_inputs(
+        self, earlier: RecordedCall | Outline, call: RecordedCall
+    ) -> tuple[dict[int, Place], dict[Handle, int]]:
+        """Find for every input of the program where a replay reads it.
+
+        Returns the places, by position, and the values that a replay makes itself, with their number in
+        `_fresh`.
+        """
         assert call.program is not None
         if earlier.num_draws != call.num_draws:
             raise UnsettledError("it draws another number of random tensors in each call")
@@ -99,6 +105,7 @@ class Replay:
         # Counts that the step moves to the lazy device: the position, the number, the type.
         self._moved_counts: list[tuple[int, Any, torch.dtype]] = []
         drawn_at = {draw.handle: n for n, draw in enumerate(call.draws)}
+        fresh = dict(drawn_at)
         arguments = {h: n for n, v in enumerate(call.leaves) if (h := find_handle(v)) is not None}
         places: dict[Handle, list[Place]] = {}
         for place in call.testimony.places_with_values():
@@ -128,6 +135,7 @@ class Replay:
                 if self._is_lasting(position):
                     self._constants.append((position, adopt_host_tensor(constant)))
                 else:
+                    fresh[now] = len(self._fresh)
                     self._fresh.append((position, constant.clone))
                     lasting.pop()
         self._pattern = self._memory_pattern(lasting)
@@ -137,7 +145,7 @@ class Replay:
             for number, leaf in enumerate(call.leaves)
             if (handle := find_handle(leaf)) is not None and handle.memory in call.testimony.placed
         ]
-        return found
+        return found, fresh
 
     def _find_positions(self, places: Mapping[int, Place]) -> None:
         """Where the lazy tensors are among the values that the guards read."""
@@ -286,8 +294,10 @@ class Replay:
 
     # -- outputs ---------------------------------------------------------------------------------------
 
-    def _find_outputs(self, earlier: RecordedCall | Outline, call: RecordedCall) -> Recipes:
-        recipes = Recipes(call, self._expressions)
+    def _find_outputs(
+        self, earlier: RecordedCall | Outline, call: RecordedCall, fresh: Mapping[Handle, int]
+    ) -> Recipes:
+        recipes = Recipes(call, self._expressions, fresh)
         if earlier.result_spec != call.result_spec:
             raise UnsettledError("it returns another structure in each call")
         pairs = zip(earlier.result_leaves, call.result_leaves, strict=True)
@@ -474,9 +484,10 @@ class Replay:
 
         try:
             for position, make in self._fresh:
-                tensor = make()
+                handle = adopt_host_tensor(make())
+                made.fresh.append(handle)
                 if position >= 0:
-                    given.append((position, adopt_host_tensor(tensor)))
+                    given.append((position, handle))
             for position, index, dtype in self._moved_counts:
                 moved = torch.tensor(made.number(index), dtype=dtype)
                 given.append((position, adopt_host_tensor(moved)))

@@ -268,10 +268,10 @@ class Step(Generic[P, R]):
 
     def _try_to_capture(self, captures: _Captures, call: RecordedCall, changed: str) -> None:
         """Make a capture of this call and an earlier one that agrees with it."""
-        unsettled = (
-            "" if call.is_complete else f"it reads or writes {call.new_places[0].name} for the first time"
-        )
         last = captures.recent[0] if captures.recent else None
+        unsettled = "two calls must agree, and this was the first" if last is None else ""
+        if last is not None and not call.is_complete:
+            unsettled = f"it reads or writes {call.new_places[0].name} for the first time"
         changed_since = "" if last is None else call.difference(last)
         if changed_since:
             unsettled = f"{changed_since} changes between calls"

@@ -237,6 +237,9 @@ class Witness:
             return
         place = self._finder.find(kind, owner, key)
         is_there = place is not None and place.get() is value  # and not what a descriptor has made of it
+        is_known = not isinstance(value, torch.Tensor) or id(value) in self._finder.tensors
+        if not (is_there or is_known) and self._outside.is_made(value):
+            return  # `__getattr__` of a module gives back what the call has put there: `functional_call`
         self._objects.meet(value, place if is_there else None)
 
     def write(self, kind: int, owner: Any, key: Any, must_be_there: int) -> None:
