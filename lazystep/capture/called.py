@@ -86,7 +86,9 @@ class CallsOfC:
                 testimony.placed.add(handle.memory)
         elif c_calls.reads_generator(function):
             asking = asking_frame(frame)
-            if asking is not None and self._owners.kind_of_frame(asking) == CodeKind.USERS:
+            is_users = asking is not None and self._owners.kind_of_frame(asking) == CodeKind.USERS
+            # A state of the same call may be set by other code: see `random_state`.
+            if is_users or any(isinstance(arg, torch.Tensor) and _witness.is_outside(arg) for arg in args):
                 testimony.refuse(
                     f"it uses the state of a torch.Generator at {user_line(2)} ({function.__name__}), and a "
                     "replay would not; do that outside"

@@ -28,7 +28,8 @@ class Outline:
         assert call.program is not None
         self.program = call.program.variant.executable.program
         self.outputs = call.program.variant.outputs
-        self.num_draws = len(call.draws)
+        self.num_draws = call.num_draws
+        self.rewinds = call.rewinds
         self.constants: dict[int, torch.Tensor] = {}  # the next call confirms them
         self.scalars = call.scalars
         self.result_spec = call.result_spec

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import _witness
-from .values import BUFFERS
+from .values import BUFFERS, generator_id
 
 
 class Outside:
@@ -40,11 +40,11 @@ class Outside:
         _witness.add(value)
         if not isinstance(value, torch.Tensor):
             self._kept.append(value)
-            self._met_ids.add(id(value))
+            self._met_ids.add(_identity(value))
 
     def is_met(self, value: Any) -> bool:
         """Whether the call has found this object, which is no tensor."""
-        return id(value) in self._met_ids
+        return _identity(value) in self._met_ids
 
     def is_made(self, value: Any) -> bool:
         """Whether the call itself has made an object.
@@ -65,3 +65,7 @@ class Outside:
         """Let go of all objects: others may hold them weakly."""
         self._kept.clear()
         self._met_ids.clear()
+
+
+def _identity(value: Any) -> int:
+    return generator_id(value) if isinstance(value, torch.Generator) else id(value)

@@ -33,7 +33,7 @@ from .guards import Guards, ambient
 from .lasting import LastingReads
 from .op_numbers import OpNumbers, find_counts
 from .places import Kind, Place, Places
-from .random_state import RandomState
+from .random_state import RandomState, Rewind
 from .recorded_program import RecordedProgram
 from .stored_numbers import StoredNumbers
 from .surroundings import Surroundings, TensorFacts
@@ -211,7 +211,7 @@ class RecordedCall:
 
     def on_draw(self, draw: Draw) -> None:
         """Keep a draw: a replay repeats it."""
-        self.draws.append(draw)
+        self.draws.append(self._random.noted(draw))
 
     def on_host_copy(self, handle: Handle) -> None:
         """Forget the allocation of memory that the host has filled with values."""
@@ -288,11 +288,15 @@ class RecordedCall:
             if _recorder.is_pending(value.handle):
                 self._refuse(f"it reads a value at {value.line}, and then changes it; read it after the call")
         if not self.reason:
-            self._refuse(self._random.find_obstacle(self.draws, self._witness.is_outside))
+            self._refuse(self._random.find_obstacle(self.draws, self._is_outside))
         self.result_leaves, self.result_spec = pytree.tree_flatten(self.result, is_leaf=_is_size)
         self._phase = _Phase.SETTLED
         if any(map(is_traced, self.result_leaves)):
             self.result = pytree.tree_unflatten(map(plain, self.result_leaves), self.result_spec)
+
+    def _is_outside(self, generator: torch.Generator) -> bool:
+        # Without a witness nobody knows. Then there is an earlier call with one that did the same.
+        return not self.is_witnessed or self._witness.is_outside(generator)
 
     def _note_outside(self, value: Any) -> None:
         """Remember which objects that the call leaves behind were there before it."""
@@ -344,6 +348,11 @@ class RecordedCall:
     def num_draws(self) -> int:
         """How many random tensors the call has drawn."""
         return len(self.draws)
+
+    @property
+    def rewinds(self) -> list[Rewind]:
+        """Where generators of random numbers went back to an earlier state."""
+        return self._random.rewinds
 
     def had_input(self, position: int, handle: Handle) -> bool:
         """Whether the input in this position was this very value."""

@@ -32,6 +32,7 @@ from .evaluation import Evaluation
 from .lasting import Lasting
 from .outline import Outline
 from .places import Kind, Place
+from .random_state import redraws
 from .recipes import Context, NotReplayableError, Recipe, Recipes, UnsettledError
 from .recorded import RecordedCall
 from .surroundings import TensorFacts
@@ -95,13 +96,17 @@ class Replay:
         assert call.program is not None
         if earlier.num_draws != call.num_draws:
             raise UnsettledError("it draws another number of random tensors in each call")
+        self.rewinds = call.rewinds
+        if earlier.rewinds != self.rewinds:
+            raise UnsettledError("it goes back to another state of a random generator in each call")
         # Positions of the inputs, by kind.
         found: dict[int, Place] = {}
         self._arguments: list[tuple[int, int]] = []
         self._constants: list[tuple[int, Handle]] = []
         # Tensors that each replay makes anew: random draws, in their recorded order, and constants that the
         # step overwrites. A draw that no instruction uses still advances the generator; its position is -1.
-        self._fresh: list[tuple[int, Callable[[], torch.Tensor]]] = [(-1, d.again) for d in call.draws]
+        draw_again = redraws(call.draws, self.rewinds)
+        self._fresh: list[tuple[int, Callable[[], torch.Tensor]]] = [(-1, again) for again in draw_again]
         # Counts that the step moves to the lazy device: the position, the number, the type.
         self._moved_counts: list[tuple[int, Any, torch.dtype]] = []
         drawn_at = {draw.handle: n for n, draw in enumerate(call.draws)}
@@ -128,7 +133,7 @@ class Replay:
                 self._moved_counts.append((position, call.moved_counts[now], now.type.dtype))
                 lasting.pop()
             elif now in drawn_at:
-                self._fresh[drawn_at[now]] = position, call.draws[drawn_at[now]].again
+                self._fresh[drawn_at[now]] = position, draw_again[drawn_at[now]]
                 lasting.pop()
             else:
                 constant = self._constant(earlier, call, position)

@@ -550,6 +550,8 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
     if call.program.known is not replay.known:
         old = replay.variant.executable.program
         return first_difference(old, call.program.variant.executable.program) or "it takes other inputs"
+    if call.rewinds != replay.rewinds:
+        return "it goes back to another state of a random generator"
     actual = [value for value, _ in call.scalars]
     if isinstance(predicted, str):
         return predicted

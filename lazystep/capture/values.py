@@ -91,6 +91,11 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+def generator_id(generator: torch.Generator) -> int:
+    """What tells a generator from others: several objects of Python's may stand for one."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
 def state_of_generator(generator: Any) -> Any:
     """The state of a random number generator of Python or NumPy, to be compared with `==`."""
     if isinstance(generator, random.SystemRandom):

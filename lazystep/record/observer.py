@@ -22,12 +22,14 @@ from .handle import Handle, Handles
 class Draw(NamedTuple):
     """Random numbers or fresh memory from the host: the handle that got them, and how to get them again.
 
-    `generator` is the one that the caller gave, None for torch's default generator.
+    `generator` is the one that the caller gave, None for torch's default generator. `state`: the generator's
+    behind the draw, if the observer has noted it.
     """
 
     handle: Handle
     again: Callable[[], torch.Tensor]
     generator: torch.Generator | None
+    state: torch.Tensor | None = None
 
 
 class StepObserver(Protocol):
