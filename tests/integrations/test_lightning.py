@@ -143,10 +143,7 @@ def test_sixty_steps_with_validation_and_early_stopping_equal_the_cpu(
 
 
 @pytest.mark.parametrize("is_default", [False, True], ids=["float32 by default", "its type by default"])
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("64-true", torch.float64), ("bf16-true", torch.bfloat16), ("16-true", torch.float16)],
-)
+@pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
 def test_whole_precisions_equal_the_cpu_and_are_replayed(
     precision: Any, dtype: torch.dtype, is_default: bool, tmp_path: Path
 ) -> None:
