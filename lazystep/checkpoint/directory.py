@@ -5,7 +5,7 @@
         state.json
         manifest.json   sizes and SHA-256 digests of all, and of the manifest itself
         rank-1.…        the parts of other ranks, if several ranks have written it: see ranks.py
-    .writing-…/         one that is being written, or that a dead process has left
+    .writing-…/         one that is being written, or that a dead process has left: see owner.py
     .removing-…/        one that is being removed
 
 [Note: order] The files are synced before the manifest is written, everything before the rename, and the
@@ -21,7 +21,6 @@ import itertools
 import json
 import os
 import re
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +31,13 @@ from ..config import settings
 from ..errors import CheckpointError
 from ..notices import notice
 from .files import Files
+from .owner import clock_of, is_left_behind, new_token
 from .ranks import Ranks, done_name, failed_name, names_of, read_done
 from .tensor_file import TensorKind, header_of, joined
 
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
-_LEFT_BEHIND = re.compile(r"\.(?:writing|removing)-(\d+)-\w+")
 _CHUNK = 1 << 24
 
 
@@ -163,7 +162,7 @@ class Directory:
         `ranks`: all of them call this, for their `number`-th checkpoint, and rank 0 commits: see ranks.py.
         Raises `CheckpointError` that names the path; then nothing is committed, and nothing is left behind.
         """
-        token = f"{ranks.token}_{number}" if ranks else f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        token = f"{ranks.token}_{number}" if ranks else new_token()
         temporary = self.root / f".writing-{token}"
         target = Checkpoint(self.root / f"step-{step:08d}", step)
         # How the other ranks learn that rank 0 has given up. Removed by the next run, as what is left behind.
@@ -250,7 +249,10 @@ class Directory:
             lambda: not temporary.exists() or given_up.exists(),
             f"{target.path}: rank 0 has not committed the checkpoint",
         )
-        if given_up.exists() or not target.path.exists():
+        # Rank 0 may have died, or found no room to say that it has given up. A checkpoint of this step may be
+        # there from an earlier run.
+        is_committed = target.path.exists() and told.items() <= target._manifest()["files"].items()
+        if given_up.exists() or not is_committed:
             raise _given_up(target)
 
     def _write_files(
@@ -320,15 +322,18 @@ class Directory:
 
     def _set_aside(self, path: Path) -> None:
         # By a rename first: half a removal leaves nothing that looks like a checkpoint.
-        aside = self.root / f".removing-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        aside = self.root / f".removing-{new_token()}"
         self._files.rename(path, aside)
         self._files.remove(aside)
 
     def _remove_left_behind(self) -> None:
-        for entry in list(self.root.iterdir()):
-            found = _LEFT_BEHIND.fullmatch(entry.name)
-            if found is not None and not _lives(int(found[1])):
-                with contextlib.suppress(OSError):
+        temporary = [
+            entry for entry in self.root.iterdir() if entry.name.startswith((".writing-", ".removing-"))
+        ]
+        now = clock_of(self.root, self._files) if temporary else 0.0
+        for entry in temporary:
+            with contextlib.suppress(OSError):  # another process may remove it as well
+                if is_left_behind(entry, now):
                     self._files.remove(entry)
 
 
@@ -338,13 +343,3 @@ def _given_up(target: Checkpoint) -> CheckpointError:
 
 def _digest_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -16,9 +16,7 @@ process group has one lock, and a wait there would stop the training thread.
 from __future__ import annotations
 
 import json
-import os
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..process_groups import timeout_of
+from .owner import new_token
 
 _PAUSE = 0.02  # seconds between two looks at the directory
 
@@ -101,7 +100,7 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
     _num_savers[group.group_name] += 1
     key = f"lazystep/checkpoint/{number}"
     if group.rank() == 0:
-        store.set(key, f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        store.set(key, new_token())
     timeout = timeout_of(group)
     store.wait([key], timeout)
     return Ranks(group.rank(), group.size(), timeout.total_seconds(), store.get(key).decode())

@@ -114,6 +114,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """No data: they are of torch's reducer in C++. Lightning asks at the end of a training."""
+        return {}
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Use one of torch's hooks for all buckets: `allreduce_hook`, `fp16_compress_hook`,
         `bf16_compress_hook`.

@@ -9,23 +9,25 @@
 
 It differs from Accelerate's own in three places: the device; the loaders that `prepare` returns, which cross
 a barrier after each batch, so that a loop needs no `mark_step`; and `log`, which is a step closure.
-`save_state` and `load_state` are Accelerate's.
+`save_state` and `load_state` are Accelerate's. Several processes are Accelerate's own mode for CPUs, with
+gloo and `DistributedDataParallel`, which takes lazy modules.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, get_int_from_env
+from accelerate.utils import get_int_from_env
 
 from ..barrier import mark_step
 from ..errors import UnsupportedError
+from ..reads import wait_device_ops
 from ..record.tensor import DEVICE
 from ..step_closures import add_step_closure, flush_step_closures
 from . import masks
@@ -33,6 +35,14 @@ from . import masks
 _DEVICE_VARIABLE = (
     "ACCELERATE_TORCH_DEVICE"  # how a user tells `PartialState` of a device that it does not know
 )
+_PLUGINS = (
+    "fsdp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
+_PLUGIN_VARIABLES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 # Where `PartialState` looks for the number of processes.
 _SIZE_VARIABLES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -63,7 +73,7 @@ class ScalingAccelerator(accelerate.Accelerator):
 
 
 class Accelerator(ScalingAccelerator):
-    """Accelerate's `Accelerator` on the lazy device. Takes the same arguments, in one process.
+    """Accelerate's `Accelerator` on the lazy device. Takes the same arguments, in one process or several.
 
     Iterating over a prepared loader ends a step after each batch. `save_state`, `save_model`,
     `check_trigger` and reads of your own (`.item()`) synchronize; `backward`, `clip_grad_norm_`,
@@ -77,12 +87,9 @@ class Accelerator(ScalingAccelerator):
             raise ValueError(
                 "Accelerator(cpu=True) on the lazy device: leave `cpu` out, or use accelerate.Accelerator"
             )
+        refuse_sharding(name for name in _PLUGINS if kwargs.get(name) is not None)
         use_lazy_device()
         super().__init__(*args, **kwargs)
-        if self.distributed_type != DistributedType.NO:
-            raise UnsupportedError(
-                f"Accelerate's {self.distributed_type.value} on the lazy device: {_ONE_PROCESS}"
-            )
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's model. Models of Transformers ask for the values of their masks without a wait."""
@@ -114,13 +121,8 @@ class Accelerator(ScalingAccelerator):
         """End the step, wait until everything is logged, and close the trackers."""
         mark_step()
         flush_step_closures()
+        wait_device_ops()  # Accelerate closes the process group, and queued steps communicate
         super().end_training()
-
-
-_ONE_PROCESS = (
-    "its wrappers are for other devices. Use one process, or "
-    "DistributedDataParallel on the lazy module without Accelerate (docs/distributed.md)."
-)
 
 
 def use_lazy_device() -> None:
@@ -130,7 +132,6 @@ def use_lazy_device() -> None:
     have made the part that has the device before: then it is changed. A finished state on another device is
     refused, because models may have been prepared for it.
     """
-    check_one_process()
     before = AcceleratorState._shared_state.get("device")
     if before is not None and before.type != DEVICE.type:
         raise ValueError(
@@ -138,14 +139,29 @@ def use_lazy_device() -> None:
             "of lazystep first, or call accelerate.state.AcceleratorState._reset_state(True) in between."
         )
     with device_for_new_states():
-        PartialState().device = DEVICE
+        # With `cpu`, several processes are a group of gloo, and DDP gets no device ids.
+        state = PartialState(cpu=num_processes() > 1)
+    if state.num_processes != num_processes():
+        raise ValueError(
+            f"this process is one of {num_processes()}, but Accelerate's state was made before for "
+            f"{state.num_processes}. Make the Accelerator of lazystep before anything else of Accelerate."
+        )
+    state.device = DEVICE
 
 
-def check_one_process() -> None:
-    """Refuse a process that was started as one of several."""
-    num_processes = get_int_from_env(_SIZE_VARIABLES, 1)
-    if num_processes > 1:
-        raise UnsupportedError(f"Accelerate in {num_processes} processes on the lazy device: {_ONE_PROCESS}")
+def refuse_sharding(given: Iterable[str]) -> None:
+    """Refuse to shard a model over processes: in its mode for CPUs, Accelerate would ignore the wish."""
+    asked = [*given, *(name for name in _PLUGIN_VARIABLES if os.environ.get(name, "").lower() == "true")]
+    if asked and num_processes() > 1:
+        raise UnsupportedError(
+            f"{asked[0]} in {num_processes()} processes on the lazy device: models are not sharded. Leave it "
+            "out: each process then has the whole model, and gradients are averaged (docs/accelerate.md)."
+        )
+
+
+def num_processes() -> int:
+    """How many processes were started together with this one, by torchrun, `accelerate launch` or MPI."""
+    return int(get_int_from_env(_SIZE_VARIABLES, 1))
 
 
 @contextmanager

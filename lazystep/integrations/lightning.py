@@ -1,4 +1,4 @@
-"""Lightning on the lazy device: `Trainer(strategy=LazyStrategy())`.
+"""Lightning on the lazy device: `Trainer(strategy=LazyStrategy())`; `LazyDDPStrategy` for several processes.
 
 The strategy moves the module to the lazy device and ends a step after each batch of training, validation,
 test and prediction. Metrics go to progress bars and loggers by step closures (lightning_logging). With
@@ -12,9 +12,11 @@ import sys
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from ..barrier import mark_step
@@ -50,7 +52,8 @@ class LazyAccelerator(Accelerator):
         """One device; more of them are refused."""
         if devices not in ("auto", 1, "1", -1, "-1"):
             raise ValueError(
-                f"devices={devices!r}: there is one lazy device in a process. Leave `devices` out"
+                f"devices={devices!r}: there is one lazy device in a process. Leave `devices` out, or use "
+                "LazyDDPStrategy for several processes"
             )
         return 1
 
@@ -75,19 +78,31 @@ class LazyAccelerator(Accelerator):
         return DEVICE.type
 
 
-class LazyStrategy(SingleDeviceStrategy):
-    """Trains on the lazy device, with a barrier after each batch. `capture=True` captures training steps.
+class ProcessesAccelerator(LazyAccelerator):
+    """The lazy devices of several processes, one in each. `LazyDDPStrategy` brings it along.
 
-    The barriers do not wait for values. Lightning reads values at the end of an epoch, for early stopping and
-    for checkpoints. Progress bars show the newest values that have arrived.
-
-        trainer = lightning.Trainer(strategy=LazyStrategy(capture=True), max_epochs=3)
+    trainer = lightning.Trainer(strategy=LazyDDPStrategy(), devices=2)
     """
 
-    strategy_name = "lazy"
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        """How many processes there are on this machine."""
+        num_processes = 1 if devices == "auto" else int(devices)
+        if num_processes < 1:
+            raise ValueError(f"devices={devices!r}: expected how many processes there are on a machine")
+        return num_processes
 
-    def __init__(self, capture: bool = False, **options: Any) -> None:
-        super().__init__(device=DEVICE, accelerator=LazyAccelerator(), **options)
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        """The lazy device of each process."""
+        return [DEVICE] * devices
+
+
+class _Lazy(Strategy):
+    """What a strategy of Lightning does on the lazy device. Comes first among the bases of a strategy."""
+
+    def __init__(self, capture: bool, **options: Any) -> None:
+        super().__init__(**options)
         self._is_capturing = capture
         self._optimization: CapturedOptimization | None = None
 
@@ -155,6 +170,46 @@ class LazyStrategy(SingleDeviceStrategy):
             if failure is None or trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
             failure.add_note(f"lazystep: then the end of the training failed, too: {error}")
+
+
+class LazyStrategy(_Lazy, SingleDeviceStrategy):
+    """Trains on the lazy device, with a barrier after each batch. `capture=True` captures training steps.
+
+    The barriers do not wait for values. Lightning reads values at the end of an epoch, for early stopping and
+    for checkpoints. Progress bars show the newest values that have arrived.
+
+        trainer = lightning.Trainer(strategy=LazyStrategy(capture=True), max_epochs=3)
+    """
+
+    strategy_name = "lazy"
+
+    def __init__(self, capture: bool = False, **options: Any) -> None:
+        super().__init__(capture, device=DEVICE, accelerator=LazyAccelerator(), **options)
+
+
+class LazyDDPStrategy(_Lazy, DDPStrategy):
+    """Trains in several processes, with gloo: Lightning's `DDPStrategy`, with its options, on lazy modules.
+
+    trainer = lightning.Trainer(strategy=LazyDDPStrategy(capture=True), devices=2, max_epochs=3)
+    """
+
+    strategy_name = "lazy_ddp"
+
+    def __init__(self, capture: bool = False, **options: Any) -> None:
+        options.setdefault("process_group_backend", "gloo")
+        super().__init__(capture, accelerator=ProcessesAccelerator(), **options)
+
+    def setup_distributed(self) -> None:
+        """Lightning's, but for the device of the process group: gloo has none."""
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        _init_dist_connection(
+            self.cluster_environment, self._get_process_group_backend(), timeout=self._timeout
+        )
+
+    def determine_ddp_device_ids(self) -> None:
+        """None: as on the CPU, a module is where it is."""
 
 
 def _then_barrier(result: Any) -> Any:

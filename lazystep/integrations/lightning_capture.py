@@ -12,16 +12,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 
 from ..capture.step import Step, step
 from ..errors import UnsupportedError
 from . import masks
 
+_OVERRIDABLE = ("backward", "configure_gradient_clipping", "optimizer_zero_grad")
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
@@ -54,6 +58,7 @@ class CapturedOptimization(_AutomaticOptimization):
         self.module = module
         self.captured_step = step(self._step)
         self.batch_idx = 0
+        self._has_updated = False
         self._noting = self._note  # one object, because a capture compares it
         self._logged: list[tuple[str, Any, dict[str, Any]]] | None = None
         hooks: dict[str, list[Callable[..., Any]]] = {name: [] for name in _HOOKS}
@@ -91,7 +96,8 @@ class CapturedOptimization(_AutomaticOptimization):
             # What a model of Transformers asks of its masks chooses the kernel: a capture for each answer.
             answers = masks.answers_of(batch) if isinstance(batch, Mapping) else ()
             takes_index = "batch_idx" in kwargs
-            result, logged = self.captured_step(batch, is_update, is_first, takes_index, answers)
+            with self._default_type(optimizer):
+                result, logged = self.captured_step(batch, is_update, is_first, takes_index, answers)
         finally:
             if own_log is None:
                 del self.module.__dict__["log"]
@@ -101,11 +107,35 @@ class CapturedOptimization(_AutomaticOptimization):
             progress.zero_grad.increment_completed()
         if is_update:
             progress.step.increment_completed()
+            self._has_updated = True
         self.module._current_fx_name = "training_step"
         for name, value, options in logged:
             self.module.log(name, value, **options)
         self.module._current_fx_name = None
         return result
+
+    def _default_type(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """For `precision="64-true"` and its like: torch's default type, around the step instead of inside it.
+
+        Lightning sets it around `training_step`. A change of the default type ends the program, and then the
+        step is not replayed. Around the whole step it holds for backward and the update as well. Torch's own
+        code makes no tensor of the default type there, but for the optimizer's first state. Where other code
+        runs, the default type is left to Lightning, and the step is recorded.
+        """
+        plugin = self.trainer.strategy.precision_plugin
+        if not isinstance(plugin, (DoublePrecision, HalfPrecision)) or not self._has_updated:
+            return nullcontext()
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper has torch's
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        is_torchs = (
+            type(optimizer).__module__.startswith("torch.optim.")
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and len(optimizer.state) in (0, len(parameters))
+            and not any(self._hooks.values())
+            and all(getattr(type(self.module), n) is getattr(LightningModule, n) for n in _OVERRIDABLE)
+        )
+        return plugin.forward_context() if is_torchs else nullcontext()
 
     def _note(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if args:
@@ -144,7 +174,8 @@ class CapturedOptimization(_AutomaticOptimization):
             return results[-1].loss
 
         if not is_update:
-            closure()
+            with _block_parallel_sync_behavior(self.trainer.strategy):
+                closure()
         elif scaler is None:
             optimizer.step(closure=closure)
         else:  # in the order of Lightning's `MixedPrecision.optimizer_step`

@@ -11,7 +11,8 @@ barrier, captures steps with `capture=True`, and reports without a wait. A `Trai
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,7 +27,7 @@ from ..errors import UnsupportedError
 from ..notices import LazyStepWarning
 from ..record.tensor import DEVICE
 from . import masks
-from .accelerate import ScalingAccelerator, check_one_process, device_for_new_states
+from .accelerate import ScalingAccelerator, device_for_new_states, num_processes, refuse_sharding
 
 masks.install()
 
@@ -56,18 +57,24 @@ class LazyTrainingArguments(TrainingArguments):
             )
         if self.torch_compile:
             raise UnsupportedError("torch_compile=True: leave it out, lazystep compiles the whole step")
-        check_one_process()
-        # For the one check of whether there is bf16: here it is as on the CPU.
+        refuse_sharding(name for name in ("fsdp", "deepspeed", "parallelism_config") if getattr(self, name))
+        with self._as_on_the_cpu():  # for the one check of whether there is bf16
+            super()._validate_args()
+
+    @contextmanager
+    def _as_on_the_cpu(self) -> Iterator[None]:
         self.__dict__["use_cpu"] = True
         try:
-            super()._validate_args()
+            yield
         finally:
             self.__dict__["use_cpu"] = False
 
     @cached_property
     def _setup_devices(self) -> torch.device:
         # The state of the process decides where the Trainer puts the model; `device` alone does not move it.
-        with device_for_new_states():
+        # Several processes are Accelerate's mode for CPUs: gloo, and DDP without device ids.
+        mode = self._as_on_the_cpu() if num_processes() > 1 else nullcontext()
+        with mode, device_for_new_states():
             device: torch.device = TrainingArguments._setup_devices.func(self)
         self._n_gpu = 0
         if device.type != DEVICE.type:

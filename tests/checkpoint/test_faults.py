@@ -22,8 +22,10 @@ from filelock import FileLock
 
 import lazystep
 from lazystep import checkpoint
+from lazystep.checkpoint import owner
 from lazystep.checkpoint.directory import MANIFEST, STATE, TENSORS, Directory, committed
 from lazystep.checkpoint.files import Files
+from lazystep.checkpoint.ranks import Ranks
 from lazystep.checkpoint.tensor_file import TensorKind, bytes_of
 from tests.helpers import ROOT, run_python
 
@@ -469,6 +471,109 @@ save(4)
     )
 
 
+def leave(root: Path, name: str, age: float) -> Path:
+    """A temporary directory with half a file, last written `age` seconds ago."""
+    path = root / name
+    path.mkdir(parents=True)
+    (path / TENSORS).write_bytes(b"half")
+    then = time.time() - age
+    for changed in (path / TENSORS, path):
+        os.utime(changed, (then, then))
+    return path
+
+
+def test_temporary_directories_of_other_hosts_are_left_alone_until_they_are_old(tmp_path: Path) -> None:
+    """Process numbers of another host say nothing here, whether a process has that number or not."""
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    alive, there, here = os.getpid(), "0123456789ab", owner.place()
+    old, new = owner.FOREIGN_AGE + 60, 0.0
+    # Process, place, age, and whether it is removed. Without a place: of an earlier release.
+    cases = [
+        (gone, f"@{here}", new, True),
+        (alive, f"@{here}", old, False),
+        (gone, f"@{there}", new, False),
+        (alive, f"@{there}", new, False),
+        (gone, f"@{there}", old, True),
+        (alive, f"@{there}", old, True),
+        (gone, "", new, False),
+        (alive, "", old, True),
+    ]
+    left = []
+    for number, (process, where, age, _) in enumerate(cases):
+        for kind in ("writing", "removing"):
+            left.append(leave(tmp_path, f".{kind}-{process}{where}-{number:08x}", age))
+    busy = leave(tmp_path, f".writing-{gone}@{there}-ffffffff", old)
+    (busy / STATE).write_bytes(b"just now")  # the directory began long ago, and is being written
+    os.utime(busy, (0, 0))
+    write(tmp_path, 1, Files())
+    assert [not path.exists() for path in left] == [is_removed for *_, is_removed in cases for _ in range(2)]
+    assert busy.exists()
+    assert newest(tmp_path) == 1
+    FOUND["what another host is writing, or has left behind"] = (
+        len(left) + 1,
+        "left alone; removed when nothing in it has changed for a day",
+    )
+
+
+def test_names_of_temporary_directories_say_where_their_process_is(tmp_path: Path) -> None:
+    names: list[str] = []
+
+    def disturb(number: int, name: str, args: Any) -> None:
+        if name == "make_directory":
+            names.append(args[0].name)
+
+    write(tmp_path, 1, Counting(disturb))
+    assert len(names) == 1
+    assert names[0].startswith(f".writing-{os.getpid()}@{owner.place()}-")
+
+
+class WithoutRoom(Files):
+    """Of rank 0: the rename fails, and there is no room to say so either."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def make_directory(self, path: Path) -> None:
+        if path.name.startswith(".removing-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().make_directory(path)
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["nothing there", "a checkpoint of an earlier run"])
+def test_a_rank_looks_whether_rank_0_has_committed(is_there: bool, tmp_path: Path) -> None:
+    """Rank 0 fails and can't tell. The other rank must not take the end of its wait for a commit."""
+    if is_there:
+        write(tmp_path, 1, Files())
+    raised: dict[int, str] = {}
+
+    def work(rank: int) -> None:
+        value = torch.full((4,), float(rank))
+        directory = Directory(tmp_path, 1, WithoutRoom() if rank == 0 else Files())
+        try:
+            directory.write(
+                1,
+                {"a": TensorKind(value.dtype, (4,))},
+                [bytes_of(value)],
+                {"dict": [["rank", rank]]},
+                Ranks(rank, 2, 30.0, "1@2-3"),
+            )
+        except checkpoint.CheckpointError as error:
+            raised[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ("is another state" if is_there else "No space left") in raised[0]
+    assert "was not committed: rank 0 has given up" in raised[1]
+    if is_there:
+        assert newest(tmp_path) == 1
+
+
 def table() -> str:
     lines = ["| fault | places | what holds |", "|---|---|---|"]
     return "\n".join(
@@ -478,7 +583,7 @@ def table() -> str:
 
 def test_docs_have_the_table_of_faults() -> None:
     """The last test: the rows come from those before it. Skipped if only some of them have run."""
-    if len(FOUND) < 14:
+    if len(FOUND) < 15:
         pytest.skip("not all tests of this file have run")
     text = PAGE.read_text()
     before, start, rest = text.partition("<!-- faults -->\n")

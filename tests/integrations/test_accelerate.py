@@ -295,9 +295,17 @@ def test_wrong_use_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -
         Accelerator(cpu=True)
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(lazystep.UnsupportedError, match=r"2 processes.*Use one process"):
+        with pytest.raises(lazystep.UnsupportedError, match=r"fsdp_plugin in 2 processes.*Leave it out"):
+            Accelerator(fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
+        with patch.context() as inner:
+            inner.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+            with pytest.raises(lazystep.UnsupportedError, match="ACCELERATE_USE_DEEPSPEED in 2 processes"):
+                Accelerator()
+        assert not PartialState._shared_state  # nothing was made before it was refused
+        PartialState()
+        with pytest.raises(ValueError, match=r"one of 2, but .* made before for 1.*before anything else"):
             Accelerator()
-    assert not PartialState._shared_state  # nothing was made before it was refused
+    PartialState._reset_state()
     accelerate.Accelerator(cpu=True)
     with pytest.raises(ValueError, match=r"an Accelerator on cpu.*_reset_state"):
         Accelerator()

@@ -142,13 +142,12 @@ def test_sixty_steps_with_validation_and_early_stopping_equal_the_cpu(
         assert strategy.captured_step.num_replayed >= num_steps // 2, strategy.captured_step.explain()
 
 
-@pytest.mark.filterwarnings("ignore:.*_step is recorded in each call.*it ends a step")
 @pytest.mark.parametrize("is_default", [False, True], ids=["float32 by default", "its type by default"])
 @pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
-def test_whole_precisions_equal_the_cpu_and_are_replayed_if_the_default_type_is_theirs(
+def test_whole_precisions_equal_the_cpu_and_are_replayed(
     precision: Any, dtype: torch.dtype, is_default: bool, tmp_path: Path
 ) -> None:
-    """Lightning sets the default type around `training_step`, which ends the program unless it is that."""
+    """Lightning sets the default type around `training_step`, which would end the program."""
     found = []
     strategy = LazyStrategy(capture=True)
     torch.set_default_dtype(dtype if is_default else torch.float32)
@@ -156,18 +155,36 @@ def test_whole_precisions_equal_the_cpu_and_are_replayed_if_the_default_type_is_
         for device in ({"accelerator": "cpu"}, {"strategy": strategy}):
             trained = train(tmp_path, **device, precision=precision, enable_checkpointing=False, num_epochs=2)
             assert trained[0].net[0].weight.dtype is dtype
+            assert torch.get_default_dtype() is (dtype if is_default else torch.float32)
             found.append(numbers(*trained))
     finally:
         torch.set_default_dtype(torch.float32)
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
     assert all(map(torch.equal, *found))
     step = strategy.captured_step
     assert step is not None
     assert step.num_recorded + step.num_replayed == 40
-    if is_default:
-        assert step.num_replayed >= 20, step.explain()
-    else:
-        assert step.num_replayed == 0
-        assert "it ends a step at" in step.explain()
+    assert step.num_replayed >= 20, step.explain()
+
+
+class WithHook(Module):
+    """Makes a tensor of the default type after backward, where Lightning's default type does not hold."""
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            self.net[0].weight.grad += torch.rand(16, 6, device=self.device)
+
+
+@pytest.mark.filterwarnings("ignore:.*_step is recorded in each call.*it ends a step")
+def test_whole_precision_with_a_hook_equals_the_cpu_and_is_recorded(tmp_path: Path) -> None:
+    strategy = LazyStrategy(capture=True)
+    options: dict[str, Any] = {"precision": "64-true", "enable_checkpointing": False, "num_epochs": 1}
+    eager = train(tmp_path, accelerator="cpu", kind=WithHook, **options)
+    lazy = train(tmp_path, strategy=strategy, kind=WithHook, **options)
+    assert all(map(torch.equal, numbers(*lazy), numbers(*eager)))
+    assert strategy.captured_step is not None
+    assert strategy.captured_step.num_replayed == 0
+    assert "it ends a step at" in strategy.captured_step.explain()
 
 
 class WithMetrics(Module):
@@ -493,7 +510,7 @@ class Positional(Module):
 
 
 def test_wrong_use_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"one lazy device.*Leave `devices` out"):
+    with pytest.raises(ValueError, match=r"one lazy device.*Leave `devices` out, or use LazyDDPStrategy"):
         lightning.Trainer(strategy=LazyStrategy(), devices=2, logger=False)
     with pytest.raises(ValueError, match=r"expected lazy.*LazyStrategy"):
         LazyAccelerator().setup_device(torch.device("cpu"))

@@ -344,8 +344,8 @@ def test_wrong_use_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytes
         LazyTrainingArguments(output_dir=str(tmp_path), torch_compile=True)
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(lazystep.UnsupportedError, match=r"2 processes.*Use one process"):
-            LazyTrainingArguments(output_dir=str(tmp_path))
+        with pytest.raises(lazystep.UnsupportedError, match=r"fsdp in 2 processes.*Leave it out"):
+            LazyTrainingArguments(output_dir=str(tmp_path), fsdp="full_shard")
     with pytest.raises(ValueError, match="pass LazyTrainingArguments"):
         LazyTrainer(GPT2LMHeadModel(GPT2), TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(ValueError, match="use LazyTrainer"):
