@@ -1,6 +1,11 @@
-"""Families of real models: found, fitted on three members, lowered once, and right for the other members."""
+"""Families of real models: found, fitted on three members, lowered once, and right for the other members.
+
+`LAZYSTEP_TEST_EXAMPLES=1000` tries that many random programs instead of a few.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -93,6 +98,7 @@ def test_the_check_finds_a_number_that_was_fitted_by_chance() -> None:
     assert check(odd, region, call, (9,)) != ""
 
 
+NUM_EXAMPLES = int(os.environ.get("LAZYSTEP_TEST_EXAMPLES", "25"))
 OPS = {
     "tanh": lambda x: x.tanh(),
     "scale": lambda x: x * 0.5,
@@ -114,7 +120,7 @@ OPS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*of the last 64 steps were new programs")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=4),
     st.lists(st.integers(4, 40), min_size=5, max_size=5, unique=True),
