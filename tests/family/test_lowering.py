@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lazystep
-from lazystep.compile.lower import LoweringError
+from lazystep.compile.lower import LoweringError, lower
 from lazystep.compile.symbolic import NoFamilyError
 from lazystep.family.fit import NoFitError
 
@@ -79,6 +79,19 @@ def test_a_size_that_the_program_pins_is_no_family() -> None:
     expressions = [("s", 1) if n == last else e for n, e in enumerate(found.expressions)]
     with pytest.raises((NoFamilyError, LoweringError)):
         lowered(runs, other._replace(expressions=tuple(expressions)), runs[0])
+
+
+def test_a_step_that_ends_between_an_lstm_and_its_backward_is_not_lowered() -> None:
+    """The size of the workspace that it would return is not known to the compiler."""
+    model = torch.nn.LSTM(3, 4).to("lazy")
+    with recorded_runs() as runs:
+        output, _ = model(torch.randn(5, 2, 3).to("lazy"))
+        lazystep.mark_step()
+        output.sum().backward()
+        lazystep.mark_step()
+    forward, _ = runs
+    with pytest.raises(LoweringError, match="the step ends between an LSTM and its backward"):
+        lower(forward.program, forward.signature, forward.fixed)
 
 
 def test_the_check_finds_a_number_that_was_fitted_by_chance() -> None:
