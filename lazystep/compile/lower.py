@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..program.collectives import is_effect, is_launch, operand_of, sequence_of
+from ..program.own_ops import LSTM_LAYER, LSTM_LAYERS, LSTM_WORKSPACE
 from ..program.program import Arg, Instruction, Program, Ref, ScalarRef, resolve_op
 from ..program.signature import Signature
 from ..program.types import TensorType
@@ -214,8 +215,13 @@ class _Interpreter:
         out = self._call(instruction, args, kwargs)
         flat = list(out) if isinstance(out, (tuple, list)) else [out]
         arguments = set(instruction.reads())
-        for value, tensor in zip(instruction.results, flat, strict=False):
+        for number, (value, tensor) in enumerate(zip(instruction.results, flat, strict=False)):
             if value is None or value in arguments:
+                continue
+            if instruction.op == LSTM_LAYER and number == LSTM_WORKSPACE:
+                if value in self._returned:
+                    raise NotImplementedError("the step ends between an LSTM and its backward")
+                self._tensors[value] = tensor
                 continue
             declared, storage = self._program.values[value]
             if hints(tensor.shape) != declared.shape or tensor.dtype != declared.dtype:
@@ -239,6 +245,11 @@ class _Interpreter:
                 dtypes = [self._program.values[v].type.dtype for v in values]
                 return [run_plain(name, e, in_place, d) for e, d in zip(elements, dtypes, strict=True)]
             return call_with_scalars(instruction, args, kwargs, self._program.values[results[0]].type.dtype)
+        if instruction.op in LSTM_LAYERS:
+            layer, place = LSTM_LAYERS[instruction.op]
+            if args.pop(place):
+                raise NotImplementedError("an LSTM over a packed sequence")
+            return layer(*args, **kwargs)
         if instruction.op == "aten.native_batch_norm.default":
             return _batch_norm(*args)
         if instruction.op == "aten.constant_pad_nd.default" and is_symbolic((*args[0].shape, *args[1])):

@@ -4,8 +4,8 @@ A step of a new length is full of such ops. A trial computes on real memory, and
 takes milliseconds: 59 of them made the first step of each length of a small GPT 40 ms longer.
 
 Only for ops whose shapes and strides come from code that does not ask for the device. A first call with these
-data types and literals has been decided in full, so that eager's errors about them have been raised. The rule
-(`shape_rules`) and meta tensors must have agreed with that decision, or the op is decided in full for ever.
+data types and literals has been decided in full, so that eager's errors about them have been raised. A rule
+(`shape_rules`) or meta tensors are asked only if they agreed with that decision.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ..eager import eager_dispatch
 from ..program.program import Arg, map_args
 from .decision import Decision, Operand
 from .facts import OpFacts
-from .shape_rules import NAMES, result_of
+from .shape_rules import NAMES, answer
 from .stand_ins import call, describe, make
 from .trial import is_cheap
+from .view_rules import is_contiguous
 
-# Quicker than a trial on real memory.
+# Asking meta tensors is quicker than a trial on real memory.
 _QUICK = (
     "view _unsafe_view t transpose permute unsqueeze squeeze slice select split expand detach mm bmm sum cat "
     "embedding embedding_dense_backward arange _scaled_dot_product_flash_attention_for_cpu "
@@ -35,7 +36,8 @@ _IF_LARGE = (
     "clamp_min mean amax amin _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
     "native_layer_norm native_layer_norm_backward nll_loss_forward nll_loss_backward"
 )
-_WITHOUT_TRIAL, _LARGE_OPS = NAMES | frozenset(_QUICK.split()), frozenset(_IF_LARGE.split())
+_QUICK_OPS, _LARGE_OPS = frozenset(_QUICK.split()), frozenset(_IF_LARGE.split())
+_KNOWN = NAMES | _QUICK_OPS | _LARGE_OPS
 
 # By what calls have in common if they differ in sizes only: whether meta tensors agreed with a decision.
 _agreed: dict[Any, bool] = {}
@@ -51,13 +53,14 @@ def decide_resized(
     if not _is_for(facts, operands):
         return False
     key = _key(decision, operands)
-    if not _agreed.get(key, False):
+    if _rule_agreed.get(key, False):
+        by_rule = answer(decision.op, operands, args, kwargs)
+        if by_rule is not None:
+            decision.results, decision.structure = by_rule
+            return True
+    if not _agreed.get(key, False) or not _is_for_meta(facts, operands):
         return False
-    by_rule = result_of(_packet(decision), operands, args)
-    if by_rule is None or not _rule_agreed.get(key, False):
-        return _ask(decision, operands, args, kwargs)
-    decision.results = (by_rule,)
-    return True
+    return _ask(decision, operands, args, kwargs)
 
 
 def note_decided(
@@ -66,28 +69,27 @@ def note_decided(
     """A call has been decided in full: see whether rule and meta tensors would have said the same."""
     if not _is_for(facts, operands):
         return
-    key = _key(decision, operands)
-    if not _agreed.get(key, True):
-        return
-    other = Decision(decision.action, decision.op, decision.func, writes=decision.writes)
-    if len(_agreed) >= _MAX_KEYS:
+    if len(_agreed) + len(_rule_agreed) >= _MAX_KEYS:
         _agreed.clear()
         _rule_agreed.clear()
-    by_rule = result_of(_packet(decision), operands, args)
-    if by_rule is not None:
-        _rule_agreed[key] = decision.results == (by_rule,)
-    _agreed[key] = (
-        _ask(other, operands, args, kwargs)
-        and (by_rule is None or decision.results == (by_rule,))
-        and (other.results, other.rebinds, other.structure)
-        == (decision.results, decision.rebinds, decision.structure)
-    )
+    key = _key(decision, operands)
+    if _rule_agreed.get(key, True):
+        by_rule = answer(decision.op, operands, args, kwargs)
+        if by_rule is not None:
+            has_rebinds = bool(decision.rebinds)
+            _rule_agreed[key] = not has_rebinds and by_rule == (decision.results, decision.structure)
+    if _agreed.get(key, True) and _is_for_meta(facts, operands):
+        other = Decision(decision.action, decision.op, decision.func, writes=decision.writes)
+        _agreed[key] = _ask(other, operands, args, kwargs) and (
+            (other.results, other.rebinds, other.structure)
+            == (decision.results, decision.rebinds, decision.structure)
+        )
 
 
 def _is_for(facts: OpFacts, operands: list[Operand]) -> bool:
     _, packet, _ = facts.name.split(".")
     return (
-        (packet in _WITHOUT_TRIAL or (packet in _LARGE_OPS and not is_cheap(facts.work, operands)))
+        packet in _KNOWN
         and facts.name.startswith("aten.")
         and (bool(operands) or packet == "arange")
         and not (facts.writes or facts.needs_nbytes)
@@ -96,8 +98,13 @@ def _is_for(facts: OpFacts, operands: list[Operand]) -> bool:
     )
 
 
-def _packet(decision: Decision) -> str:
-    return decision.op.split(".")[1]
+def _is_for_meta(facts: OpFacts, operands: list[Operand]) -> bool:
+    _, packet, _ = facts.name.split(".")
+    if packet in _QUICK_OPS:
+        return True
+    # Meta tensors computed in Python may have another stride where a dimension of size 1 is not in its place.
+    is_odd = any(1 in operand.type.shape and not is_contiguous(operand.type) for operand in operands)
+    return packet in _LARGE_OPS and not is_odd and not is_cheap(facts.work, operands)
 
 
 def _key(decision: Decision, operands: list[Operand]) -> Any:

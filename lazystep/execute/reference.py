@@ -26,6 +26,8 @@ from ..program.types import TensorType, type_of
 from .executable import InstructionError
 
 _make_operation = RUNNER.load().operation
+# torch's own method. The one of `torch.Tensor` looks first whether the tensor is lazy.
+_storage_of = torch._C.TensorBase.untyped_storage
 
 # The results to repair: (position of the instruction, number of the result) to whether it must be copied.
 Repairs = dict[tuple[int, int], bool]
@@ -104,15 +106,18 @@ def _run_instruction(
     flat = list(out) if isinstance(out, (tuple, list)) else [out]
     repaired = {}
     arguments = set(instruction.reads())
+    memory: dict[int, set[int]] | None = None
+    all_memory: set[int] = set()
     for number, (value, tensor) in enumerate(zip(instruction.results, flat, strict=False)):
         if value is None or value in arguments:
             continue
         if settings.check_layouts:
+            if memory is None:  # once, because ops on lists have many arguments and many results
+                memory = _memory_of(program, arguments, tensors)
+                all_memory = set().union(*memory.values())
             declared, storage = program.values[value]
-            shared = {
-                tensors[a].untyped_storage()._cdata for a in arguments if program.values[a].storage == storage
-            }
-            others = {tensors[a].untyped_storage()._cdata for a in arguments} - shared
+            shared = memory.get(storage, set())
+            others = all_memory - shared if shared else all_memory
             if needs_repair(instruction.op, declared, tensor, shared, others):
                 copies = tensor.untyped_storage()._cdata in others
                 tensor = relayout(tensor, declared, copies)
@@ -123,6 +128,17 @@ def _run_instruction(
     for argument, value in instruction.rebinds:
         tensors[value] = settle(aliases[argument], program.values[value].type)
     return repaired
+
+
+def _memory_of(
+    program: Program, arguments: set[int], tensors: dict[int, torch.Tensor]
+) -> dict[int, set[int]]:
+    """The memory of the arguments, by their storage in the program."""
+    found: dict[int, set[int]] = {}
+    for argument in arguments:
+        held = found.setdefault(program.values[argument].storage, set())
+        held.add(_storage_of(tensors[argument])._cdata)
+    return found
 
 
 def needs_repair(
@@ -138,7 +154,7 @@ def needs_repair(
         raise AssertionError(
             f"{op} returned {actual} where {declared} was inferred; please report this as a bug of lazystep"
         )
-    storage = tensor.untyped_storage()._cdata
+    storage = _storage_of(tensor)._cdata
     if shared and storage not in shared:
         raise AssertionError(
             f"{op} returned a new tensor where a view was inferred; please report this as a bug of lazystep"

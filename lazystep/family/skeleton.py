@@ -3,7 +3,8 @@
 Two programs are of one family if their keys are equal: the same ops on the same values, with the same data
 types, ranks and sharing of memory. The numbers that were left out are sizes, strides and offsets of inputs,
 integer literals, and integer scalars that are fixed in a library. What lies between inputs and outputs
-follows from these. Sizes 0 and 1 stay in the key, because ops treat them in ways of their own.
+follows from these. Sizes 0 and 1 stay in the key, because ops treat them in ways of their own. So do the
+collectives with all their numbers: a library must send what the other ranks expect.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..program.collectives import describe, launches_of
 from ..program.program import Arg, Instruction, Number, Program, map_args
 from ..program.signature import Signature
 
@@ -118,6 +120,7 @@ def skeleton_of(program: Program, signature: Signature, fixed: Mapping[int, Numb
         [(slot, repr(number)) for slot, number in rest.fixed.items()],
         [kind.__name__ for kind in program.scalars],
         program.outputs,
+        [describe(program, launch) for launch in launches_of(program)],
     ]
     for op, args, kwargs, results, writes, rebinds, _ in rest.instructions:
         made = [

@@ -381,7 +381,7 @@ class Specialization:
             if library is not None:
                 self._take(self._load(library))
                 return
-            if settings.families and not launches_of(self._program):
+            if settings.families:
                 self._member = self._tiers.families.join(
                     self._program, self._signature, self.fixed, self.num_threads
                 )

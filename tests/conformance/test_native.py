@@ -34,7 +34,7 @@ A_FEW_OPS = (
     *("nn.functional.dropout", "scatter_add", "sort"),
 )
 A_FEW_THAT_STAY = (COMPLEX[0], "resize_")
-A_FEW_MODULES = ("nn.BatchNorm2d", "nn.Embedding", "nn.GRU", "nn.LayerNorm")
+A_FEW_MODULES = ("nn.BatchNorm2d", "nn.Embedding", "nn.GRU", "nn.LSTM", "nn.LayerNorm")
 A_FEW_OPTIMS = (("AdamW", "foreach"), ("Adam", "fused"))
 NUM_OPTIM_STEPS = 6
 NUM_RADAM_STEPS = 12  # its program changes with the sixth
@@ -47,9 +47,6 @@ STAYS = {
     "nn.functional.linear_cross_entropy.chunked": "is not one of torch's own ops",
     "nn.functional.linear_cross_entropy.chunked_none": "is not one of torch's own ops",
 }
-
-# oneDNN's workspace is empty to Inductor, whatever its size.
-MODULES_THAT_STAY = {"nn.LSTM": "aten.mkldnn_rnn_layer"}
 
 # One recorded part of a program: its name, and the function that records it and returns its results.
 Part = tuple[str, Callable[[str], Outcome]]
@@ -103,26 +100,13 @@ def operator_parts(name: str) -> list[Part]:
 # -- modules ---------------------------------------------------------------------------------------
 
 
-NATIVE_MODULES = [
-    name for name, info in MODULES.items() if torch.float32 in info.dtypes and name not in MODULES_THAT_STAY
-]
+NATIVE_MODULES = [name for name, info in MODULES.items() if torch.float32 in info.dtypes]
 
 
 @pytest.mark.parametrize("names", [A_FEW_MODULES, *dozens(NATIVE_MODULES, 8)])
 @pytest.mark.parametrize("mode", ["train", *nightly(["eval"])])
 def test_modules_as_a_library(names: tuple[str, ...], mode: str, counts: Counts, runtime: Any) -> None:
     check_natively([part for name in names for part in module_parts(name, mode)], counts, runtime)
-
-
-@pytest.mark.parametrize("name", MODULES_THAT_STAY)
-@pytest.mark.parametrize("mode", ["train", *nightly(["eval"])])
-def test_module_that_stays_on_the_reference(name: str, mode: str, counts: Counts, runtime: Any) -> None:
-    ((_, run),) = module_parts(name, mode)
-    eager, lazy = run("cpu"), run("lazy")
-    lazystep.mark_step(wait=True)
-    compare(name, eager, lazy)
-    assert any(MODULES_THAT_STAY[name] in reason for reason in reasons(runtime))
-    counts.add("modules on reference")
 
 
 def module_parts(name: str, mode: str) -> list[Part]:

@@ -20,10 +20,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lazystep
 from lazystep import config
+from lazystep.compile.scalars import fixed_slots
 from lazystep.execute import communicate
 from lazystep.execute.communicate import Tape, in_flight
 from lazystep.execute.native import NativeExecutable
 from lazystep.execute.reference import ReferenceExecutable
+from lazystep.family.skeleton import skeleton_of
+from lazystep.program.signature import signature_of
+from lazystep.tiers.tiered import TieredExecutable
 from tests.builds import cache
 from tests.helpers import nightly
 from tests.pool import Pool, World, raised_by
@@ -158,6 +162,74 @@ def test_a_native_rank_and_one_on_the_reference_work_together(lazy_pool: Pool) -
         assert rank["distance"] < 1e-4
         assert rank["all"]["collectives_launched"] == 2 * (STEADY_AT + 4)
         assert rank["steady"]["program_agreements"] == 0
+
+
+# -- batches of other sizes -------------------------------------------------------------------------------
+
+# By rank: the ranks meet the sizes in another order, and one of them has batches that the other has not.
+SIZES = ([4, 5, 7, 4, 9, 5, 7, 9, 4, 11], [5, 4, 4, 7, 5, 8, 4, 7, 8, 6])
+
+
+def train_sizes(world: World, tier: str, num_before: int) -> dict[str, Any]:
+    """Train on these sizes, and wait for builds behind the first steps."""
+    with config.override(tier=tier, build_after=3):
+        ddp, optimizer = make(world)
+        lazystep.metrics.reset()
+        for number, size in enumerate(SIZES[world.rank]):
+            if number == num_before:
+                lazystep.wait_device_ops()
+                assert lazystep.wait_for_compile(270)
+            step(ddp, optimizer, size)
+        lazystep.wait_device_ops()
+        values = torch.cat([p.detach().flatten() for p in ddp.parameters()]).cpu()
+        return {"values": values, "all": counters(), "explained": lazystep.debug.explain()}
+
+
+@pytest.mark.nightly
+def test_batches_of_other_sizes_share_a_library(lazy_pool: Pool) -> None:
+    expected = lazy_pool.run(train_sizes, "reference", 5, timeout=280)
+    found = lazy_pool.run(train_sizes, "auto", 5, timeout=280)
+    for rank, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(rank["values"], reference["values"], rtol=1e-4, atol=1e-5)
+        assert rank["all"]["native_mismatches"] == 0
+        assert rank["all"]["builds_started"] <= 1
+        # Each step behind the wait is native, or the first of its size, which is checked.
+        assert rank["all"]["native_executions"] + rank["all"]["native_checks"] == 5, rank["explained"]
+        assert rank["all"]["collectives_launched"] == reference["all"]["collectives_launched"]
+        assert rank["all"]["program_agreements"] == reference["all"]["program_agreements"]
+
+
+def skeletons(world: World) -> list[str]:
+    found: list[str] = []
+    run = TieredExecutable.run
+
+    def noting(self: TieredExecutable, inputs: list[torch.Tensor], scalars: Any) -> list[torch.Tensor]:
+        signature = signature_of(self.program, fixed_slots(self.program))
+        fixed = {slot: scalars[slot] for slot in signature.fixed}
+        found.append(skeleton_of(self.program, signature, fixed).key)
+        return run(self, inputs, scalars)
+
+    with pytest.MonkeyPatch.context() as patch, config.override(tier="reference"):
+        patch.setattr(TieredExecutable, "run", noting)
+        ddp, optimizer = make(world)
+        for size in (4, 4, 5, 7):
+            step(ddp, optimizer, size)
+        for size in (6, 8):
+            x = torch.ones(size, device="lazy")
+            dist.all_reduce(x, group=world.group)
+            lazystep.mark_step()
+        for root in (0, 1):
+            x = torch.ones(3, device="lazy")
+            dist.broadcast(x, root, group=world.group)
+            lazystep.mark_step()
+        lazystep.wait_device_ops()
+    return found[1:]  # the first step makes the optimizer's state
+
+
+def test_programs_with_other_collectives_are_no_family(lazy_pool: Pool) -> None:
+    for same, second, third, *others in lazy_pool.run(skeletons):
+        assert same == second == third, "other batch sizes, the same buckets"
+        assert len({same, *others}) == 5, "other sizes of what is sent, and other roots"
 
 
 @pytest.mark.parametrize("captured", nightly([False, True]))

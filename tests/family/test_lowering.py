@@ -1,6 +1,11 @@
-"""Families of real models: found, fitted on three members, lowered once, and right for the other members."""
+"""Families of real models: found, fitted on three members, lowered once, and right for the other members.
+
+`LAZYSTEP_TEST_EXAMPLES=1000` tries that many random programs instead of a few.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -8,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lazystep
-from lazystep.compile.lower import LoweringError
+from lazystep.compile.lower import LoweringError, lower
 from lazystep.compile.symbolic import NoFamilyError
 from lazystep.family.fit import NoFitError
 
@@ -76,6 +81,19 @@ def test_a_size_that_the_program_pins_is_no_family() -> None:
         lowered(runs, other._replace(expressions=tuple(expressions)), runs[0])
 
 
+def test_a_step_that_ends_between_an_lstm_and_its_backward_is_not_lowered() -> None:
+    """The size of the workspace that it would return is not known to the compiler."""
+    model = torch.nn.LSTM(3, 4).to("lazy")
+    with recorded_runs() as runs:
+        output, _ = model(torch.randn(5, 2, 3).to("lazy"))
+        lazystep.mark_step()
+        output.sum().backward()
+        lazystep.mark_step()
+    forward, _ = runs
+    with pytest.raises(LoweringError, match="the step ends between an LSTM and its backward"):
+        lower(forward.program, forward.signature, forward.fixed)
+
+
 def test_the_check_finds_a_number_that_was_fitted_by_chance() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return (x * 1.5)[: (x.shape[0] + 1) // 2].tanh()
@@ -93,6 +111,7 @@ def test_the_check_finds_a_number_that_was_fitted_by_chance() -> None:
     assert check(odd, region, call, (9,)) != ""
 
 
+NUM_EXAMPLES = int(os.environ.get("LAZYSTEP_TEST_EXAMPLES", "25"))
 OPS = {
     "tanh": lambda x: x.tanh(),
     "scale": lambda x: x * 0.5,
@@ -114,7 +133,7 @@ OPS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*of the last 64 steps were new programs")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=4),
     st.lists(st.integers(4, 40), min_size=5, max_size=5, unique=True),

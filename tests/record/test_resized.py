@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 
 import lazystep
 from lazystep.decide import decide as decide_module
-from lazystep.decide import resized
+from lazystep.decide import resized, shape_rules
+from lazystep.decide.decision import Action, Decision, Operand
+from lazystep.decide.trial import run_trial
+from lazystep.program.program import resolve_op
+from lazystep.program.types import type_of
+
+
+@pytest.fixture(autouse=True)
+def nothing_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has decided nothing in full."""
+    monkeypatch.setattr(resized, "_agreed", {})
+    monkeypatch.setattr(resized, "_rule_agreed", {})
+
 
 WEIGHT, TABLE = torch.randn(6, 8), torch.randn(9, 4)
 
@@ -51,7 +66,6 @@ def layouts(out: Any) -> list[Any]:
 def test_layouts_and_values_equal_eager_at_every_size(
     name: str, are_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resized, "_agreed", {})
     asked = []
     ask = resized._ask
     monkeypatch.setattr(resized, "_ask", lambda *args: asked.append(args[0].op) or ask(*args))
@@ -70,7 +84,6 @@ def test_layouts_and_values_equal_eager_at_every_size(
 
 
 def test_a_small_op_with_a_rule_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resized, "_agreed", {})
     asked: list[str] = []
     ask, trial = resized._ask, decide_module.run_trial
     monkeypatch.setattr(resized, "_ask", lambda *args: asked.append(args[0].op) or ask(*args))
@@ -83,7 +96,9 @@ def test_a_small_op_with_a_rule_is_not_tried_again(monkeypatch: pytest.MonkeyPat
     def step(size: int) -> None:
         x = torch.ones(size, 6).to("lazy")
         y = F.gelu(torch.addmm(TABLE.view(-1)[:8].to("lazy"), x, WEIGHT.to("lazy")))
-        (y * y + y).mm(WEIGHT.to("lazy").t())
+        weight = WEIGHT.to("lazy").requires_grad_()
+        y = F.layer_norm((y * y + y).mm(weight.t()), (6,), torch.ones(6).to("lazy"), torch.ones(6).to("lazy"))
+        F.cross_entropy(y, torch.zeros(size, dtype=torch.int64).to("lazy")).backward()
         lazystep.mark_step()
 
     step(23)
@@ -95,7 +110,6 @@ def test_a_small_op_with_a_rule_is_not_tried_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_new_size_needs_no_trial_and_no_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resized, "_agreed", {})
     in_full: list[str] = []
     call, trial = decide_module.call, decide_module.run_trial
     monkeypatch.setattr(decide_module, "call", lambda func, *a: in_full.append(str(func)) or call(func, *a))
@@ -119,7 +133,6 @@ def test_a_new_size_needs_no_trial_and_no_inference(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_op_that_meta_tensors_get_wrong_is_decided_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resized, "_agreed", {})
     describe = resized.describe
 
     def wrong(decision: Any, *args: Any) -> None:
@@ -133,8 +146,7 @@ def test_an_op_that_meta_tensors_get_wrong_is_decided_in_full(monkeypatch: pytes
     assert [agreed for key, agreed in resized._agreed.items() if key[0] == "aten.mm.default"] == [False]
 
 
-def test_errors_are_those_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resized, "_agreed", {})
+def test_errors_are_those_of_eager() -> None:
     for size in (71, 73):
         (torch.ones(size, 6).to("lazy") @ WEIGHT.to("lazy")).cpu()
     for wrong in (
@@ -164,3 +176,103 @@ def test_strides_of_an_empty_result_are_those_of_eager() -> None:
 
     for size in (14, 0, 15):
         assert strides("lazy", size) == strides("cpu", size)
+
+
+# One op at a time, with arguments of many kinds. Integers are drawn from a range with wrong ones in it.
+def _tensor(draw: st.DrawFn, dtype: torch.dtype = torch.float32, rank: int | None = None) -> torch.Tensor:
+    """A tensor of random sizes: dense, transposed, or a part of a larger one."""
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=rank or 1, max_size=rank or 4))
+    x = torch.zeros(shape, dtype=dtype)
+    kind = draw(st.sampled_from(["dense", "dense", "transposed", "part"]))
+    if kind == "transposed":
+        return x.transpose(0, -1)
+    return torch.zeros(*shape[:-1], shape[-1] + 2, dtype=dtype)[..., 1:-1] if kind == "part" else x
+
+
+def _of_shape(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A dense tensor of this shape, and sometimes of another one."""
+    return _tensor(draw, dtype) if draw(st.integers(0, 9)) == 0 else torch.zeros(shape, dtype=dtype)
+
+
+_dims = st.integers(-5, 5)
+
+
+@st.composite
+def rule_calls(draw: st.DrawFn, op: str) -> tuple[Any, ...]:
+    """Arguments for an op with a rule."""
+    x = _tensor(draw)
+    if op in ("aten.view.default", "aten._unsafe_view.default"):
+        sizes = list(x.shape)
+        if draw(st.booleans()):
+            sizes = [math.prod(sizes[:2]), *sizes[2:]]
+        elif sizes[-1] % 2 == 0:
+            sizes = [*sizes[:-1], 2, sizes[-1] // 2]
+        if draw(st.booleans()):
+            sizes[draw(st.integers(0, len(sizes) - 1))] = draw(st.sampled_from([-1, 3]))
+        return x, sizes
+    if op == "aten.t.default":
+        return (x,)
+    if op in ("aten.transpose.int", "aten.select.int"):
+        return x, draw(_dims), draw(_dims)
+    if op == "aten.permute.default":
+        return x, draw(st.permutations(range(x.dim())))
+    if op == "aten.unsqueeze.default":
+        return x, draw(_dims)
+    if op == "aten.split.Tensor":
+        return x, draw(st.integers(0, 4)), draw(_dims)
+    end = list(x.shape[draw(st.integers(-2, -1)) :])
+    affine = [_of_shape(draw, tuple(end)), _of_shape(draw, tuple(end))]
+    rest = (*x.shape[: -len(end)], *(1 for _ in end))
+    if op == "aten.native_layer_norm.default":
+        return x, end, *(one if draw(st.booleans()) else None for one in affine), 1e-5
+    if op == "aten.native_layer_norm_backward.default":
+        statistics = [_of_shape(draw, rest) for _ in range(2)]
+        mask = draw(st.lists(st.booleans(), min_size=3, max_size=3))
+        return _of_shape(draw, x.shape), x, end, *statistics, *affine, mask
+    if op in ("aten._softmax.default", "aten._log_softmax.default"):
+        return x, draw(_dims), False
+    if "softmax_backward" in op:
+        return _of_shape(draw, x.shape), x, draw(_dims), torch.float32
+    if op.startswith("aten.nll_loss"):
+        x = _tensor(draw, rank=2)
+        target = _of_shape(draw, x.shape[:1], torch.int64)
+        reduction = draw(st.integers(0, 2))
+        if op == "aten.nll_loss_forward.default":
+            return x, target, None, reduction, -100
+        return _of_shape(draw, ()), x, target, None, reduction, -100, _of_shape(draw, ())
+    if op == "aten.embedding.default":
+        return _tensor(draw, rank=2), _tensor(draw, torch.int64), -1, False, False
+    if op == "aten.embedding_dense_backward.default":
+        return x, _of_shape(draw, x.shape[:-1], torch.int64), draw(st.integers(1, 9)), -1, False
+    if op in ("aten.sum.dim_IntList", "aten.mean.dim"):
+        return x, draw(st.lists(st.integers(-2, 2), max_size=2)), draw(st.booleans())
+    assert op == "aten.cat.default", "a new rule needs arguments here"
+    return [x, _of_shape(draw, x.shape), _of_shape(draw, x.shape)], draw(_dims)
+
+
+@pytest.mark.parametrize("op", [*shape_rules.VIEWS, *shape_rules._LAYERS])
+def test_a_rule_says_what_eager_does_or_nothing(op: str) -> None:
+    num_answered = 0
+
+    @seed(0)
+    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(rule_calls(op))
+    def check(args: tuple[Any, ...]) -> None:
+        nonlocal num_answered
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        to_operand = {id(t): Operand(type_of(t).at(0), t.untyped_storage().nbytes()) for t in tensors}
+        operands = [to_operand[id(t)] for t in tensors]
+        taken = torch.utils._pytree.tree_map(lambda a: to_operand.get(id(a), a), args)
+        found = shape_rules.answer(op, operands, taken, {})
+        decision = Decision(Action.RECORD, op, resolve_op(op))
+        try:
+            run_trial(decision, operands, taken, {}, is_value_free=True)
+        except (RuntimeError, IndexError, AssertionError):
+            assert found is None, "eager raises an error"
+            return
+        if found is not None:
+            num_answered += 1
+            assert found == (decision.results, decision.structure)
+
+    check()
+    assert num_answered >= 5
