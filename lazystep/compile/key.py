@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 # Must change when lazystep makes another library for the same program.
-FORMAT = 8
+FORMAT = 9
 
 
 class NoCompilerError(Exception):
