@@ -336,45 +336,52 @@ def test_a_native_step_names_the_collective_when_a_rank_ends() -> None:
 # -- without the interpreter lock -------------------------------------------------------------------------
 
 
+def captured_step(world: World) -> tuple[Any, Any]:
+    """A captured step on this rank's data, and its model."""
+    ddp, optimizer = make(world)
+    x = torch.full((4, 6), float(world.rank + 1)).to("lazy")
+
+    @lazystep.step(audit_every=0)
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = ddp(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return lambda: train(x), ddp
+
+
 @contextmanager
-def in_the_chain(world: World) -> Iterator[tuple[Any, Any, Any]]:
-    """A captured native step whose replays the executor runs without Python: the step, the model, the chain.
+def in_the_chain(world: World) -> Iterator[tuple[Any, Any, Any, int]]:
+    """A step, its model, the chain in which the executor replays it without Python, and how often it ran.
 
     All ranks leave the loop after the same step.
     """
     chain = runtime.executor._chain
     with config.override(tier="auto", build_after=BUILD_AFTER, wait_timeout=60.0):
-        ddp, optimizer = make(world)
-
-        @lazystep.step(audit_every=0)
-        def train(x: torch.Tensor) -> torch.Tensor:
-            loss = ddp(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        x = torch.full((4, 6), float(world.rank + 1)).to("lazy")
+        train, ddp = captured_step(world)
         for number in range(STEADY_AT):
             if number == WAIT_AT:
                 lazystep.wait_device_ops()
                 assert lazystep.wait_for_compile(270)
-            train(x)
-        before = chain.num_run
-        for _ in range(200):
-            train(x)
+            train()
+        before, num_steps = chain.num_run, STEADY_AT
+        while num_steps < STEADY_AT + 200:
+            num_steps += 1
+            train()
             has_begun = torch.tensor([int(chain.num_run > before)])
             dist.all_reduce(has_begun, op=dist.ReduceOp.MIN, group=world.group)
             if has_begun.item():
                 break
-        yield lambda: train(x), ddp, chain
+        lazystep.wait_device_ops()
+        yield train, ddp, chain, num_steps
         lazystep.wait_device_ops()
 
 
 def chain_steps(world: World) -> dict[str, Any]:
     """Steps in the chain, then a collective of the user's in a step of its own, then steps again."""
-    with in_the_chain(world) as (train, ddp, chain):
-        lazystep.wait_device_ops()
+    with in_the_chain(world) as (train, ddp, chain, num_steps):
         lazystep.metrics.reset()
         before, returns = chain.num_run, chain.num_returns
         losses = [train() for _ in range(NUM_CHAINED)]
@@ -385,16 +392,21 @@ def chain_steps(world: World) -> dict[str, Any]:
         dist.all_reduce(total, group=world.group)
         lazystep.mark_step()
         losses += [train() for _ in range(3)]
-        found["losses"] = [loss.item() for loss in losses]
+        results = [*losses, *ddp.parameters()]
         found["total"] = total.tolist()
-        found["parameters"] = [parameter.detach().cpu() for parameter in ddp.parameters()]
         found["agreements"] = counters()["program_agreements"]
+    with config.override(tier="reference"):
+        train, ddp = captured_step(world)
+        for _ in range(num_steps):
+            train()
+        expected = [*(train() for _ in losses), *ddp.parameters()]
+        for want, got in zip(expected, results, strict=True):
+            torch.testing.assert_close(got.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)
     return found
 
 
 def test_replays_communicate_without_the_interpreter_lock(lazy_pool: Pool) -> None:
-    found = lazy_pool.run(chain_steps, timeout=280)
-    for rank in found:
+    for rank in lazy_pool.run(chain_steps, timeout=280):
         assert rank["native_executions"] == rank["programs_executed"] == NUM_CHAINED
         assert rank["collectives_launched"] == 2 * NUM_CHAINED
         assert rank["program_agreements"] == rank["synchronizations"] == 0
@@ -403,14 +415,10 @@ def test_replays_communicate_without_the_interpreter_lock(lazy_pool: Pool) -> No
         assert rank["returns"] < rank["chained"], "the lock is not taken at each step, launch or wait"
         assert rank["total"] == [3.0] * 3
         assert rank["agreements"] == 2, "to the collective of the user's, and back"
-        assert rank["losses"] == sorted(rank["losses"], reverse=True)
-    for mine, other in zip(found[0]["parameters"], found[1]["parameters"], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def end_in_the_chain(world: World, how: int) -> dict[str, Any]:
-    with in_the_chain(world) as (train, ddp, _):
-        lazystep.wait_device_ops()
+    with in_the_chain(world) as (train, ddp, *_):
         dist.barrier(group=world.group)
         if world.rank == 1:
             os.kill(os.getpid(), how)
