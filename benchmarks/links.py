@@ -52,7 +52,7 @@ from benchmarks.timing import (
 WIDTH, NUM_LAYERS, BATCH_SIZE, BUCKET_MB = 1024, 8, 32, 4
 PEER_TIMEOUT = 400.0
 BUILD_TIMEOUT = 300.0
-MAX_TRIALS = 60  # steps until overlap has decided whether it pays
+NUM_TRIALS = 32  # steps, in which overlap decides whether it pays: see lazystep/overlap/choice.py
 PORT = 29571
 
 PLAIN, PLAIN_FUSED, COMPILED = "DDP", "DDP, fused", "DDP, fused, torch.compile"
@@ -146,13 +146,10 @@ class Variant:
 
         All ranks take the same number of steps.
         """
-        self.turn(x, 8)
-        for _ in range(MAX_TRIALS):
-            if self.handle is None or self.handle.decision is not None:
-                break
-            self.turn(x, 1)
-        else:
-            raise RuntimeError(f"overlap has not made its choice after {MAX_TRIALS} steps")
+        # A fixed number: a rank may hear of the choice a step later than another one.
+        self.turn(x, NUM_TRIALS if self.handle else 8)
+        if self.handle and self.handle.decision is None:
+            raise RuntimeError(f"overlap has not made its choice after {NUM_TRIALS} steps")
         if self.name in IS_LAZY:
             lazystep().wait_for_compile(BUILD_TIMEOUT)
             self.turn(x, 4)  # the first one is checked
