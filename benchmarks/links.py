@@ -13,6 +13,7 @@ without DDP; *communicating alone* reduces DDP's buckets and computes nothing.
 Each rank of each variant is a process of its own with one thread, and the variants take turns. Goals: the
 captured lazy step is ahead of the best of the others on each link, and takes at most 1.15 times as long as
 the longer one of the two bounds; `overlap` is not slower than plain DDP, and ahead where the link is slow.
+Overlap is measured after it has made its choice: it switches itself off where it does not pay.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from benchmarks.timing import (
 WIDTH, NUM_LAYERS, BATCH_SIZE, BUCKET_MB = 1024, 8, 32, 4
 PEER_TIMEOUT = 400.0
 BUILD_TIMEOUT = 300.0
+NUM_TRIALS = 32  # steps, in which overlap decides whether it pays: see lazystep/overlap/choice.py
 PORT = 29571
 
 PLAIN, PLAIN_FUSED, COMPILED = "DDP", "DDP, fused", "DDP, fused, torch.compile"
@@ -110,7 +112,9 @@ class Variant:
         if name in (OVERLAP, OVERLAP_FUSED):
             from lazystep.overlap import overlap_optimizer
 
-            self.handle = overlap_optimizer(self.model, self.optimizer)
+            # A rank that is alone, for benchmarks/scaling.py, has nothing to choose by.
+            overlap = True if dist.get_world_size() == 1 else None
+            self.handle = overlap_optimizer(self.model, self.optimizer, overlap=overlap)
         if name == COMPILED:
             self.model = torch.compile(self.model)
         if name in (CAPTURED, COMPUTING):
@@ -140,8 +144,14 @@ class Variant:
             lazystep().wait_device_ops()
 
     def prepare(self, x: Tensor) -> None:
-        """Train until nothing is compiled any more. All ranks take the same number of steps."""
-        self.turn(x, 8)
+        """Train until nothing is compiled any more, and overlap has made its choice.
+
+        All ranks take the same number of steps.
+        """
+        # A fixed number: a rank may hear of the choice a step later than another one.
+        self.turn(x, NUM_TRIALS if self.handle else 8)
+        if self.handle and self.handle.decision is None and dist.get_world_size() > 1:
+            raise RuntimeError(f"overlap has not made its choice after {NUM_TRIALS} steps")
         if self.name in IS_LAZY:
             lazystep().wait_for_compile(BUILD_TIMEOUT)
             self.turn(x, 4)  # the first one is checked
@@ -192,6 +202,7 @@ class Rank:
         if variant.handle:
             waiting = (variant.handle.statistics.seconds_waiting - waited) / num_steps
             numbers[f"{name}: waiting"] = waiting
+            numbers[f"{name}: overlaps"] = float(variant.handle.decision.overlaps)
         return numbers
 
 
@@ -293,9 +304,10 @@ def rate(m: Measurements, name: str, baseline: str) -> tuple[float, float, float
 
 
 def best_other(m: Measurements) -> str | None:
-    """The variant of others with the smallest median; None if there is none."""
-    found = [name for name in OTHERS if was_measured(m, name)]
-    return min(found, key=lambda name: m.spread(name).median) if found else None
+    """The variant of others with the smallest median; None if one was not measured: it may be the best."""
+    if not was_measured(m, *OTHERS):
+        return None
+    return min(OTHERS, key=lambda name: m.spread(name).median)
 
 
 def bound(m: Measurements) -> float | None:
@@ -314,7 +326,9 @@ def link_table(links: Mapping[str, Measurements], skipped: Mapping[str, str]) ->
                 rows.append([link, variant, m.failures.get(variant, "not measured"), *["-"] * 4])
                 continue
             spread = m.spread(variant)
-            row = [link, variant, spread.format(1e3, 1)]
+            overlaps = m.samples.get(f"{variant}: overlaps", [1.0])
+            name = variant if all(overlaps) else f"{variant} (has switched itself off)"
+            row = [link, name, spread.format(1e3, 1)]
             compared = rate(m, variant, BASELINES[variant]) if variant in BASELINES else None
             if compared:
                 middle, low, high = compared

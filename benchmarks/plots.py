@@ -2,12 +2,15 @@
 
     python -m benchmarks.plots
 
-Reads `results/*.json` and writes `results/*.svg`. Needs matplotlib (`pip install lazystep[bench]`).
+Reads `results/*.json`, and writes `results/*.svg` and `docs/scaling.svg`. Needs matplotlib (`pip install
+lazystep[bench]`).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,6 +20,7 @@ import matplotlib.pyplot as plt
 
 from .timing import RESULTS, Spread
 
+SCALING = Path(__file__).parents[1] / "docs" / "scaling.svg"
 COLORS = {"eager": "#888888", "torch.compile(step)": "#d08770", "lazystep step": "#2e6fbb"}
 
 
@@ -65,12 +69,19 @@ def draw_closures() -> None:
 
 def draw_scaling() -> None:
     """Predicted step time against the number of ranks, for each link and both ways to reduce."""
-    measured = load("scaling")["measurements"]
+    report = load("scaling")
+    measured = report["measurements"]
     links = {name: m["samples"] for name, m in measured.items() if not name.endswith(" ranks")}
-    if not links:
-        return  # the link could not be made
+    if links:  # none if the link could not be made
+        draw_predictions(links, report["machine"]["date"], max(m["others"] for m in measured.values()))
+
+
+def draw_predictions(links: Mapping[str, Mapping[str, Sequence[float]]], date: str, others: float) -> None:
+    """Write docs/scaling.svg from the predicted seconds of each curve, for 1, 2, 4, ... ranks, by link."""
+    # The same input gives the same file.
+    plt.rcParams["svg.hashsalt"] = "lazystep"
     colors = {"DDP, fused": "#888888", "overlap, fused": "#d08770", "lazy DDP, captured": "#2e6fbb"}
-    figure, all_axes = plt.subplots(1, len(links), figsize=(5 * len(links), 3.4), layout="constrained")
+    figure, all_axes = plt.subplots(1, len(links), figsize=(5 * len(links), 3.8), layout="constrained")
     for axes, (link, curves) in zip(all_axes, links.items(), strict=True):
         for name, seconds in curves.items():
             variant, _, algorithm = name.rpartition(", ")
@@ -83,7 +94,9 @@ def draw_scaling() -> None:
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("predicted ms a step")
     all_axes[0].legend(frameon=False, fontsize=8)
-    figure.savefig(RESULTS / "scaling.svg", facecolor="white")
+    measured = f"timelines and a link that were measured on {date}"
+    figure.suptitle(f"From {measured}; others used {others:.0%} of the processor", fontsize=9)
+    figure.savefig(SCALING, facecolor="white", metadata={"Date": None})
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ The model (benchmarks/step_model.py) takes two measurements:
 From both it predicts the steps of N ranks, which are then measured over the same link (`tc tbf` between
 network namespaces, benchmarks/link.py). Goal: the prediction is within 20 % of each measured step.
 
-`results/scaling.svg` shows predictions up to 1,024 ranks. They assume that each rank has a processor of its
-own, the timeline of 2 ranks on this machine, equal ranks, and a network without congestion. Ring and tree are
-the two usual ways to reduce.
+`docs/scaling.svg` shows predictions up to 1,024 ranks. They assume that each rank has a processor of its own,
+the timeline of 2 ranks on this machine, equal ranks, and a network without congestion. Ring and tree are the
+two usual ways to reduce. The plot needs matplotlib (`pip install lazystep[bench]`).
 """
 
 from __future__ import annotations
@@ -341,8 +341,18 @@ def run(is_quick: bool) -> Report:
         tables += [check_table(predictions, link), timeline_table(first)]
         measured[f"{GIGABITS:g} Gbit/s"] = Measurements(curves(first, link))
         measured["10 Gbit/s, 20 µs"] = Measurements(curves(first, FAST_LINK))
+        if not is_quick:
+            draw(measured, facts["date"], others)
     tables.insert(0, to_table(GOALS, predictions, others))
     return Report("scaling", "python -m benchmarks.scaling", facts, tables, measured)
+
+
+def draw(measured: Mapping[str, Measurements], date: str, others: float) -> None:
+    """Write docs/scaling.svg."""
+    from benchmarks.plots import draw_predictions  # not at the top: ranks do not need matplotlib
+
+    predicted = {name: m.samples for name, m in measured.items() if not name.endswith(" ranks")}
+    draw_predictions(predicted, date, others)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .errors import LazyStepError
+from .extensions import RUNNER
 
 _PREFIX = "lazystep:"
 
@@ -37,14 +38,19 @@ class StepGroup:
         self.backend: Any = self._connect("steps/")
         # For messages of the training thread, such as the order of buckets.
         self.messages: Any = self._connect("messages/")
+        # The backend as the kernels of collectives know it. Has the number of the collectives that all ranks
+        # have agreed on last, negative for none: see tiers/agreement.
+        self.connected: Any = RUNNER.load().Group(self.name, self.backend, self.timeout.total_seconds())
         # After a failed collective gloo's connections are of no use.
         self.failure = ""
-        # The collectives that all ranks have agreed on last, and how often they have had to: see
-        # tiers/agreement.
-        self.agreed: list[str] = []
-        self.num_agreements = 0
+        self.num_agreements = 0  # how often the ranks have had to agree
         self.num_models = 0  # that have compared their shapes
         self.num_sharded = 0  # optimizers, see distributed/sharded
+
+    def fail(self, reason: str) -> None:
+        """Refuse further collectives. The first reason counts."""
+        self.failure = self.failure or reason
+        self.connected.agreed = -1  # the next run asks, and is told
 
     def _connect(self, prefix: str) -> dist.ProcessGroupGloo:
         # Made directly: `dist.new_group` has to be called on all ranks of the world.

@@ -72,8 +72,12 @@ class ReadyReplays:
             inputs = self._state.tensors()
             if inputs is None:
                 return None  # a tensor is not there yet
-            native, count = licence.library.native, licence.thread_count
-            self._call = native.make_ready_call(inputs, self._own, self._places, licence.fixed, count)
+            native, count, agreements = licence.library.native, licence.thread_count, licence.agreements()
+            if agreements is None:
+                return None
+            self._call = native.make_ready_call(
+                inputs, self._own, self._places, licence.fixed, count, agreements
+            )
             self._licence, self._bound = licence, binding.bound
         run = self._call.make_run(tensors, numbers) if self._call is not None else None
         return None if run is None else Ready(run, licence)

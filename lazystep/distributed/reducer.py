@@ -81,10 +81,12 @@ class Reducer:
             return
         missing = [self._names[index] for index in backward.awaited]
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        # torch's static graphs may have unused parameters, ours may not.
+        static = " instead of static_graph=True" if self._is_static else ""
         raise RuntimeError(
             f"the last backward gave no gradient to {len(missing)} parameters ({shown}), so their buckets "
-            "were not reduced. Pass find_unused_parameters=True to DistributedDataParallel, or make all "
-            "outputs of forward part of the loss."
+            f"were not reduced. Pass find_unused_parameters=True to DistributedDataParallel{static}, or make "
+            "all outputs of forward part of the loss."
         )
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
@@ -185,7 +187,7 @@ class Reducer:
         watching = observer.current()
         if watching is not None:
             watching.on_exchange(
-                "find_unused_parameters asks the other ranks in each step; use static_graph=True"
+                "find_unused_parameters asks the other ranks in each step; leave it out if all are used"
             )
         used = torch.tensor(
             [index not in unused for index in range(len(self._parameters))], dtype=torch.int32

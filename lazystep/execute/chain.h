@@ -30,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "communicate.h"
 #include "denormals.h"
 
 namespace lazystep {
@@ -42,18 +43,21 @@ struct ReadyCall {
   // `arguments`: all that the library takes, None for tensors that each run has its own of; `own`: examples of these, in
   // the order in which a run gives them, with their number among the arguments. `floats`, `ints`: the tensors with the
   // numbers, and where in a run's list the numbers are. `fixed`: numbers that are part of the library, and their places.
-  // `returned`: examples of the results.
+  // `returned`: examples of the results. `agreements`: the groups that it communicates in, and the number of the
+  // collectives that their ranks must have agreed on.
   ReadyCall(
       std::shared_ptr<Library> library, const std::vector<std::optional<at::Tensor>>& arguments,
       const std::vector<std::pair<size_t, at::Tensor>>& own, at::Tensor floats, std::vector<size_t> floats_at,
       at::Tensor ints, std::vector<size_t> ints_at, const std::vector<std::pair<size_t, py::object>>& fixed,
-      const std::vector<at::Tensor>& returned, int num_threads)
+      const std::vector<at::Tensor>& returned, int num_threads,
+      std::vector<std::pair<std::shared_ptr<Group>, int64_t>> agreements)
       : library(std::move(library)),
         floats(std::move(floats)),
         ints(std::move(ints)),
         floats_at(std::move(floats_at)),
         ints_at(std::move(ints_at)),
-        num_threads(num_threads) {
+        num_threads(num_threads),
+        agreements(std::move(agreements)) {
     for (const auto& argument : arguments) {
       this->arguments.push_back(argument.value_or(at::Tensor()));
       addresses.push_back(argument ? argument->const_data_ptr() : nullptr);
@@ -107,6 +111,7 @@ struct ReadyCall {
   std::vector<std::pair<size_t, Number>> fixed;
   std::vector<Form> returned;
   int num_threads;
+  std::vector<std::pair<std::shared_ptr<Group>, int64_t>> agreements;
 };
 
 // One run of a library on its own tensors and numbers. Made by the training thread, run by the executor thread, settled
@@ -154,6 +159,10 @@ class ReadyRun {
       // Nobody changes the type of a tensor that a handle holds, but a step on the reference may resize it.
       if (call.arguments[i].defined() && call.arguments[i].const_data_ptr() != call.addresses[i]) return false;
     }
+    for (const auto& [group, number] : call.agreements) {
+      // Another program has communicated in between, or a collective has failed: Python asks the other ranks.
+      if (group->agreed() != number) return false;
+    }
     std::vector<at::Tensor> arguments = call.arguments;
     for (size_t i = 0; i < own_.size(); ++i) arguments[call.own[i].first] = own_[i];
     std::copy(floats_.begin(), floats_.end(), floats_.empty() ? nullptr : call.floats.data_ptr<double>());
@@ -167,6 +176,7 @@ class ReadyRun {
     } catch (const std::exception& error) {
       error_ = error.what();
     }
+    if (!call.agreements.empty()) communicated_ = InFlight::get().take();
     seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (!error_.empty()) {
       state_ = State::kFailed;
@@ -183,6 +193,7 @@ class ReadyRun {
   bool is_as_declared() const { return is_as_declared_; }
   const std::string& error() const { return error_; }
   double seconds() const { return seconds_; }
+  const Communicated& communicated() const { return communicated_; }
   const std::vector<at::Tensor>& returned() const { return returned_; }
   std::vector<at::Tensor> arguments() const {
     std::vector<at::Tensor> found = call_->arguments;
@@ -215,6 +226,7 @@ class ReadyRun {
   std::vector<double> floats_;
   std::vector<int64_t> ints_;
   std::string error_;
+  Communicated communicated_;
   double seconds_ = 0;
   bool is_as_declared_ = false;
   bool flushes_denormals_ = false;

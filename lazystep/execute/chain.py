@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..extensions import RUNNER
+from .communicate import Communicated
 
 
 class ReadyRun(Protocol):
@@ -21,6 +22,7 @@ class ReadyRun(Protocol):
     is_as_declared: bool  # the results need no copies, and share no memory with anything else
     error: str
     seconds: float
+    communicated: Communicated  # if its program has collectives
 
     def arguments(self) -> list[torch.Tensor]:
         """All that the library has taken."""

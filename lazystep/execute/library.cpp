@@ -1,8 +1,9 @@
-// A library that AOTInductor built, run without the interpreter lock; the threads that run it; and single ops.
+// A library that AOTInductor built, run without the interpreter lock; the threads that run it; its collectives; and
+// single ops.
 //
 // torch binds the same runner for Python, but its `run` keeps the lock until the step is over: the
 // training thread can't record the next step meanwhile, no closure runs, no data loader's thread.
-// Used by execute/library.py, execute/threads.py and execute/reference.py alone.
+// Used by the modules of execute/ and by process_groups.py alone.
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "chain.h"
+#include "communicate.h"
 #include "denormals.h"
 #include "exit.h"
 #include "operation.h"
@@ -21,6 +23,7 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using lazystep::Chain, lazystep::ReadyCall, lazystep::ReadyRun;
+  using lazystep::Communicated, lazystep::Group, lazystep::Launch;
   using Runner = lazystep::Library;
   module.attr("torch_version") = TORCH_VERSION;
   py::class_<Runner, std::shared_ptr<Runner>>(module, "Library", py::module_local())
@@ -43,15 +46,38 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<at::ThreadLocalState>(module, "ThreadState", py::module_local())
       .def(py::init<>())
       .def("call", &lazystep::call_with, py::arg("function"));
+  py::class_<Group, std::shared_ptr<Group>>(module, "Group", py::module_local())
+      .def(py::init(&Group::make), py::arg("name"), py::arg("backend"), py::arg("timeout"))
+      .def_property("agreed", &Group::agreed, &Group::set_agreed);
+  py::class_<Launch>(module, "Launch", py::module_local())
+      .def_readonly("number", &Launch::number)
+      .def_readonly("kind", &Launch::kind)
+      .def_readonly("size", &Launch::size)
+      .def_readonly("dtype", &Launch::dtype)
+      .def_readonly("group", &Launch::group)
+      .def_readonly("started", &Launch::started)
+      .def_readonly("waiting", &Launch::waiting)
+      .def_readonly("ended", &Launch::ended);
+  py::class_<Communicated>(module, "Communicated", py::module_local())
+      .def_readonly("num_launched", &Communicated::num_launched)
+      .def_readonly("num_pending", &Communicated::num_pending)
+      .def_readonly("ended", &Communicated::ended)
+      .def_readonly("failed", &Communicated::failed);
+  module.def("observe_collectives", [](py::object observer, bool is_silent) {
+    lazystep::InFlight::get().observe(std::move(observer), is_silent);
+  }, py::arg("observer"), py::arg("is_silent"));
+  module.def("num_pending", [] { return lazystep::InFlight::get().num_pending(); });
+  module.def("take_communicated", [] { return lazystep::InFlight::get().take(); });
   py::class_<ReadyCall, std::shared_ptr<ReadyCall>>(module, "ReadyCall", py::module_local())
       .def(
           py::init<
               std::shared_ptr<Runner>, const std::vector<std::optional<at::Tensor>>&,
               const std::vector<std::pair<size_t, at::Tensor>>&, at::Tensor, std::vector<size_t>, at::Tensor,
               std::vector<size_t>, const std::vector<std::pair<size_t, py::object>>&, const std::vector<at::Tensor>&,
-              int>(),
+              int, std::vector<std::pair<std::shared_ptr<Group>, int64_t>>>(),
           py::arg("library"), py::arg("arguments"), py::arg("own"), py::arg("floats"), py::arg("floats_at"),
-          py::arg("ints"), py::arg("ints_at"), py::arg("fixed"), py::arg("returned"), py::arg("num_threads"))
+          py::arg("ints"), py::arg("ints_at"), py::arg("fixed"), py::arg("returned"), py::arg("num_threads"),
+          py::arg("agreements"))
       .def("make_run", &ReadyRun::make, py::arg("own"), py::arg("numbers"));
   py::class_<ReadyRun, std::shared_ptr<ReadyRun>>(module, "ReadyRun", py::module_local())
       .def_property_readonly("is_done", &ReadyRun::is_done)
@@ -59,6 +85,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("is_as_declared", &ReadyRun::is_as_declared)
       .def_property_readonly("error", &ReadyRun::error)
       .def_property_readonly("seconds", &ReadyRun::seconds)
+      .def_property_readonly("communicated", &ReadyRun::communicated)
       .def("returned", &ReadyRun::returned)
       .def("arguments", &ReadyRun::arguments);
   py::class_<Chain>(module, "Chain", py::module_local())

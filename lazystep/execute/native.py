@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from ..program.collectives import launches_of
 from ..program.program import Program
 from ..program.signature import Argument, Signature, Where
 from ..program.types import TensorType, type_of
 from .chain import ReadyCall, ReadyRun, make_ready_call
-from .communicate import in_flight
 from .diagnose import find_failure
 from .executable import InstructionError
 from .library import Call, library_of
@@ -67,10 +65,6 @@ class NativeExecutable:
         try:
             returned = self._call(flat)
         except RuntimeError as error:
-            if in_flight.failure is not None:
-                number, cause = in_flight.failure
-                position = self.program.instructions.index(launches_of(self.program)[number])
-                raise InstructionError(position, all_started=True) from cause.with_traceback(None)
             failure = self._failure(error, arguments, scalars)
             raise failure from failure.__cause__
         del flat
@@ -115,11 +109,13 @@ class NativeExecutable:
         places: Sequence[int],
         fixed: Mapping[int, Any],
         num_threads: int,
+        agreements: Sequence[tuple[Any, int]],
     ) -> ReadyCall | None:
         """The library bound to these inputs; None if they need more than a check of addresses.
 
         `inputs`: None for those that each run has its own of, at the positions `own`. `places`: where in a
         run's list of numbers each scalar is. `fixed`: the scalars that are part of the library.
+        `agreements`: the groups of its collectives, see `ReadyCall` in chain.h.
         """
         library = library_of(self._call)
         if library is None or any(argument.is_flat for argument in self._signature.arguments):
@@ -159,6 +155,7 @@ class NativeExecutable:
             [(places[slot], value) for slot, value in fixed.items()],
             [_like(values[value].type) for value in self._signature.returned],
             num_threads,
+            agreements,
         )
 
     def outputs_of(self, run: ReadyRun, fixed: Mapping[int, Any]) -> list[torch.Tensor]:

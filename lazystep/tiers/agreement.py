@@ -12,13 +12,15 @@ one replays, or run on the reference what a third one runs natively.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from .. import metrics
-from ..errors import CollectiveError
-from ..execute.communicate import in_flight
+from ..errors import CollectiveError, LazyStepError
+from ..execute.communicate import Communicated, failure_of, note, take_communicated
 from ..execute.executable import InstructionError
 from ..process_groups import StepGroup, find_group
 from ..program.collectives import describe, group_of, launches_of
@@ -29,14 +31,17 @@ class Communication:
     """The collectives of one program, on the executor thread."""
 
     def __init__(self, program: Program) -> None:
-        self._position = next(
-            n for n, instruction in enumerate(program.instructions) if group_of(instruction)
-        )
+        # Of the launches among the instructions.
+        self._positions = [n for n, one in enumerate(program.instructions) if group_of(one)]
         # By group: each launch in words, which must be the same on all ranks, and its line, which may differ.
         self._launches: dict[str, list[tuple[str, str]]] = {}
         for launch in launches_of(program):
             told = describe(program, launch), launch.where
             self._launches.setdefault(group_of(launch), []).append(told)
+        self._numbers = {
+            name: _number_of(collective for collective, _ in launches)
+            for name, launches in self._launches.items()
+        }
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -47,47 +52,65 @@ class Communication:
         try:
             self._agree()
         except CollectiveError as error:
-            raise InstructionError(self._position, none_started=True) from error
+            raise InstructionError(self._positions[0], none_started=True) from error
+        failure: InstructionError | None = None
         try:
             yield
         except InstructionError as error:
-            self._explain(error)
-            self._break(error)
+            failure = error
             raise
         finally:
-            in_flight.forget()
+            self.end(take_communicated(), failure)
+
+    def agreements(self) -> list[tuple[Any, int]] | None:
+        """The groups, and the numbers that they must have agreed on; None if a group has been destroyed."""
+        try:
+            return [(find_group(name).connected, number) for name, number in self._numbers.items()]
+        except LazyStepError:
+            return None  # the run in Python says which
+
+    def end(self, communicated: Communicated, error: InstructionError | None = None) -> None:
+        """A run has ended. `error`: how it has failed; its cause becomes the collective's error."""
+        note(communicated)
+        if error is None:
+            return
+        if communicated.failed is not None:
+            launch, reason = communicated.failed
+            error.__cause__ = failure_of(launch, reason)
+            if error.all_started:
+                error.position = self._positions[launch.number]
+            self._explain(error)
+        self._break(communicated, error)
 
     def _agree(self) -> None:
         for name, launches in self._launches.items():
             group = find_group(name)
-            collectives = [collective for collective, _ in launches]
-            if group.agreed != collectives:
-                if group.failure:
-                    raise CollectiveError(f"the process group {name!r} is broken. {group.failure}")
-                _announce(group, launches)
-                _compare(group, launches)
-                group.agreed = collectives
+            if group.connected.agreed == self._numbers[name]:
+                continue
+            if group.failure:
+                raise CollectiveError(f"{name!r}: the process group is broken. {group.failure}")
+            _announce(group, launches)
+            _compare(group, launches)
+            group.connected.agreed = self._numbers[name]
 
-    def _break(self, error: InstructionError) -> None:
+    def _break(self, communicated: Communicated, error: InstructionError) -> None:
         """Refuse further collectives if the other ranks are still waiting for some of this step.
 
         The next step's would meet them instead, and give wrong numbers.
         """
         num_launches = sum(len(launches) for launches in self._launches.values())
-        if in_flight.num_launched == num_launches and not in_flight.num_pending:
+        if communicated.num_launched == num_launches and not communicated.num_pending:
             return
         for name in self._launches:
             group = find_group(name)
-            if not group.failure:
-                group.failure = (
-                    f"A step failed on rank {group.rank} between its collectives, which the other ranks wait "
-                    f"for: {type(error.__cause__).__name__}: {error.__cause__}"
-                )
+            group.fail(
+                f"A step failed on rank {group.rank} between its collectives, which the other ranks wait "
+                f"for: {type(error.__cause__).__name__}: {error.__cause__}"
+            )
 
     def _explain(self, error: InstructionError) -> None:
         """Add to a failed collective that another rank has gone on to another program, if one has."""
-        if not isinstance(error.__cause__, CollectiveError):
-            return
+        assert error.__cause__ is not None
         for name, launches in self._launches.items():
             group = find_group(name)
             for rank in range(group.size):
@@ -97,6 +120,12 @@ class Communication:
                     if found:
                         error.__cause__.args = (f"{error.__cause__} {found}",)
                         return
+
+
+def _number_of(collectives: Iterable[str]) -> int:
+    """A number for these collectives, by which they are known without Python."""
+    digest = hashlib.sha256("\n".join(collectives).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def _key(number: int, rank: int) -> str:
@@ -117,7 +146,7 @@ def _compare(group: StepGroup, launches: list[tuple[str, str]]) -> None:
             group.store.wait([_key(number, rank)], group.timeout)
             theirs = json.loads(group.store.get(_key(number, rank)))
         except RuntimeError as error:
-            group.failure = f"Rank {rank} did not come to a program of rank {group.rank}."
+            group.fail(f"Rank {rank} did not come to a program of rank {group.rank}.")
             first = launches[0]
             raise CollectiveError(
                 f"rank {group.rank} is about to run a program that begins with {first[0]}, recorded at "
@@ -127,7 +156,7 @@ def _compare(group: StepGroup, launches: list[tuple[str, str]]) -> None:
             ) from error
         found = _difference(group, launches, rank, theirs)
         if found:
-            group.failure = found
+            group.fail(found)
             raise CollectiveError(found)
     if number:  # every rank has come this far, so all of them have read the announcement before
         group.store.delete_key(_key(number - 1, group.rank))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .. import metrics
-from ..execute.communicate import Tape, in_flight, sends_own
+from ..execute.communicate import Tape, sends_own, taping
 from ..execute.compare import Results, describe, differences, distance, perturb_
 from ..execute.executable import InstructionError
 from ..execute.native import NativeExecutable, UnfitError
@@ -112,14 +112,14 @@ class _Check:
         self, native: NativeExecutable, inputs: list[torch.Tensor], kept: KeptMemory
     ) -> Checked:
         native.check_fit(inputs)
-        with in_flight.taping() as self.tape:
+        with taping() as self.tape:
             outputs = self.reference.run(inputs, self.scalars)
         for number, tensor in self.state.items():
             kept.keep(("reference", number), tensor.untyped_storage())
         self._put_back(kept)
         failure = ""
         try:
-            with in_flight.taping(self.tape) as replayed:
+            with taping(self.tape) as replayed:
                 results = self._set_aside(native.run(list(self.inputs), self.scalars), kept)
         except Exception as error:
             failure = _reason(error)
@@ -200,7 +200,7 @@ class _Check:
                 changed.append((number, storage))
                 perturb_(_row(before, tensor.dtype), generator)
                 storage.copy_(before)
-            with in_flight.taping(self.tape) as replayed:
+            with taping(self.tape) as replayed:
                 results = self._results(self.reference.run(list(moved), self.scalars))
             num_results = len(results)
             results = [*results, *self._sent(replayed)]

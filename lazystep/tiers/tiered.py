@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from ..compile.cache import Library
 from ..compile.scalars import fixed_slots
 from ..config import settings
 from ..execute.chain import ReadyRun
+from ..execute.executable import InstructionError
 from ..execute.library import load
 from ..execute.malloc import give_freed_memory_back, keep_freed_memory
 from ..execute.native import NativeExecutable, UnfitError
@@ -148,8 +150,7 @@ class TieredExecutable:
         self.tier = "native"
         self.num_native_runs += 1
         metrics.count("native_executions")
-        if self._communication is None:
-            self.licence = self._license(library, specialization)
+        self.licence = self._license(library, specialization)
         return outputs
 
     @property
@@ -161,7 +162,8 @@ class TieredExecutable:
         """Let runs like the last one go without Python, unless the next one is checked or measured."""
         if not library.has_thread_count or not specialization.is_trusted:
             return None
-        licence = Licence(self, library, specialization.fixed, specialization.num_threads)
+        fixed, num_threads = specialization.fixed, specialization.num_threads
+        licence = Licence(self, library, fixed, num_threads, self._communication)
         if licence != self._last_licence:
             self._last_licence = licence
         return self._last_licence
@@ -498,8 +500,10 @@ class Licence:
         library: LoadedLibrary,
         fixed: Mapping[int, Number],
         num_threads: int,
+        communication: Communication | None,
     ) -> None:
         self._executable = weakref.ref(executable)
+        self._communication = communication
         self.library = library
         self.fixed = fixed
         self.num_threads = num_threads  # as the training thread has it
@@ -520,6 +524,10 @@ class Licence:
         executable = self._executable()
         return executable is not None and executable.licence is self
 
+    def agreements(self) -> list[tuple[Any, int]] | None:
+        """See `Communication.agreements`; empty for a program without collectives."""
+        return self._communication.agreements() if self._communication is not None else []
+
     def settle(self, run: ReadyRun) -> list[torch.Tensor]:
         """Do for a run without Python what a run does besides. Its outputs; raises `InstructionError`."""
         executable = self._executable()
@@ -529,7 +537,15 @@ class Licence:
         self.library.note_run(run.seconds)
         if executable is not None and not self.library.has_thread_count:
             executable.licence = None
-        outputs = self.library.native.outputs_of(run, self.fixed)
+        failure: InstructionError | None = None
+        try:
+            outputs = self.library.native.outputs_of(run, self.fixed)
+        except InstructionError as error:
+            failure = error
+            raise
+        finally:
+            if self._communication is not None:
+                self._communication.end(run.communicated, failure)
         if executable is not None:
             executable.num_native_runs += 1
         metrics.count("native_executions")

@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import lazystep
 from lazystep import config
 from lazystep.compile.scalars import fixed_slots
-from lazystep.execute import communicate
-from lazystep.execute.communicate import Tape, in_flight
+from lazystep.execute.communicate import Tape, num_pending, observed
 from lazystep.execute.native import NativeExecutable
 from lazystep.execute.reference import ReferenceExecutable
 from lazystep.family.skeleton import skeleton_of
 from lazystep.program.signature import signature_of
+from lazystep.runtime import runtime
 from lazystep.tiers.tiered import TieredExecutable
 from tests.builds import cache
 from tests.helpers import nightly
@@ -41,6 +41,7 @@ BUILD_AFTER = 8
 # Then the build is waited for. The next step is checked, and the steps behind it are counted.
 WAIT_AT = 10
 STEADY_AT = 12
+NUM_CHAINED = 40
 COUNTERS = (
     "programs_executed",
     "native_executions",
@@ -267,43 +268,47 @@ def on_the_reference(world: World) -> Iterator[tuple[Any, Any]]:
         yield ddp, optimizer
 
 
-def watch_events(world: World, executable: Any) -> list[dict[str, Any]]:
-    """At each launch and wait of a step: what is under way, which inputs have been written, what is freed."""
-    events: list[dict[str, Any]] = []
-    inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    buckets: list[StorageWeakRef] = []  # that have arrived
+class Watcher:
+    """Notes at each launch, and at the end of each wait: what is under way, written, and freed."""
 
-    def note(what: str) -> None:
-        written = [list(now.shape) for now, before in inputs if not torch.equal(now, before)]
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buckets: list[StorageWeakRef] = []  # that have arrived
+
+    def launch(self, target: torch.Tensor, operand: torch.Tensor) -> None:
+        self._note("launch")
+
+    def wait(self, target: torch.Tensor) -> None:
+        self._note("wait")
+        self._buckets.append(StorageWeakRef(target.untyped_storage()))
+
+    def _note(self, what: str) -> None:
+        written = [list(now.shape) for now, before in self.inputs if not torch.equal(now, before)]
         deadline = time.monotonic() + 10  # gloo's own thread lets go of a bucket a moment after the wait
-        while what == "wait" and not all(one.expired() for one in buckets) and time.monotonic() < deadline:
+        while what == "wait" and not all(one.expired() for one in self._buckets):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.01)
-        freed = [bucket.expired() for bucket in buckets]
-        events.append({"what": what, "pending": in_flight.num_pending, "written": written, "freed": freed})
+        freed = [bucket.expired() for bucket in self._buckets]
+        self.events.append({"what": what, "pending": num_pending(), "written": written, "freed": freed})
 
-    run, launch, wait = executable.run, communicate.InFlight.launch, communicate.InFlight.wait
+
+def watch_events(world: World, executable: Any) -> list[dict[str, Any]]:
+    """The events of one step."""
+    watcher, run = Watcher(), executable.run
     stepping = native_from_the_start if executable is NativeExecutable else on_the_reference
 
-    def noting_run(self: Any, tensors: list[torch.Tensor], scalars: Any) -> Any:
-        inputs[:] = [(tensor, tensor.clone()) for tensor in tensors]
-        return run(self, tensors, scalars)
-
-    def noting_launch(self: Any, *args: Any) -> Any:
-        note("launch")
-        return launch(self, *args)
-
-    def noting_wait(self: Any, target: torch.Tensor) -> Any:
-        note("wait")
-        buckets.append(StorageWeakRef(target.untyped_storage()))
-        return wait(self, target)
+    def watched_run(self: Any, tensors: list[torch.Tensor], scalars: Any) -> Any:
+        watcher.inputs[:] = [(tensor, tensor.clone()) for tensor in tensors]
+        with observed(watcher):
+            return run(self, tensors, scalars)
 
     with stepping(world) as (ddp, optimizer), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executable, "run", noting_run)
-        patch.setattr(communicate.InFlight, "launch", noting_launch)
-        patch.setattr(communicate.InFlight, "wait", noting_wait)
+        patch.setattr(executable, "run", watched_run)
         step(ddp, optimizer)
         lazystep.wait_device_ops()
-    return events
+    return watcher.events
 
 
 @pytest.mark.parametrize("executable", [ReferenceExecutable, NativeExecutable])
@@ -312,7 +317,7 @@ def test_a_bucket_is_updated_and_freed_before_the_last_one_has_arrived(
 ) -> None:
     for events in lazy_pool.run(watch_events, executable, timeout=280):
         assert [event["what"] for event in events] == ["launch", "launch", "wait", "wait"]
-        assert [event["pending"] for event in events] == [0, 1, 2, 1]
+        assert [event["pending"] for event in events] == [0, 1, 1, 0]
         *_, at_first_wait, at_last_wait = events
         last_layer, first_layer = [6, 32], [32, 6]
         assert last_layer not in at_first_wait["written"]
@@ -395,6 +400,123 @@ def test_a_native_step_names_the_collective_when_a_rank_ends() -> None:
         pool.close()
     assert survivor["raised"].startswith("StepError: step 14 (native) failed in lazystep.all_reduce_")
     assert "all_reduce of" in survivor["raised"]
+    assert "failed on rank 0: " in survivor["raised"]
+    assert "StepError" in survivor["read"], "an update may have begun"
+    assert "StepError" in survivor["again"]
+
+
+# -- without the interpreter lock -------------------------------------------------------------------------
+
+
+def captured_step(world: World) -> tuple[Any, Any]:
+    """A captured step on this rank's data, and its model."""
+    ddp, optimizer = make(world)
+    x = torch.full((4, 6), float(world.rank + 1)).to("lazy")
+
+    @lazystep.step(audit_every=0)
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = ddp(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return lambda: train(x), ddp
+
+
+@contextmanager
+def in_the_chain(world: World) -> Iterator[tuple[Any, Any, Any, int]]:
+    """A step, its model, the chain in which the executor replays it without Python, and how often it ran.
+
+    All ranks leave the loop after the same step.
+    """
+    chain = runtime.executor._chain
+    with config.override(tier="auto", build_after=BUILD_AFTER, wait_timeout=60.0):
+        train, ddp = captured_step(world)
+        for number in range(STEADY_AT):
+            if number == WAIT_AT:
+                lazystep.wait_device_ops()
+                assert lazystep.wait_for_compile(270)
+            train()
+        before, num_steps = chain.num_run, STEADY_AT
+        while num_steps < STEADY_AT + 200:
+            num_steps += 1
+            train()
+            has_begun = torch.tensor([int(chain.num_run > before)])
+            dist.all_reduce(has_begun, op=dist.ReduceOp.MIN, group=world.group)
+            if has_begun.item():
+                break
+        lazystep.wait_device_ops()
+        yield train, ddp, chain, num_steps
+        lazystep.wait_device_ops()
+
+
+def chain_steps(world: World) -> dict[str, Any]:
+    """Steps in the chain, then a collective of the user's in a step of its own, then steps again."""
+    with in_the_chain(world) as (train, ddp, chain, num_steps):
+        lazystep.metrics.reset()
+        before, returns = chain.num_run, chain.num_returns
+        losses = [train() for _ in range(NUM_CHAINED)]
+        lazystep.wait_device_ops()
+        found: dict[str, Any] = counters()
+        found |= {"chained": chain.num_run - before, "returns": chain.num_returns - returns}
+        total = torch.full((3,), float(world.rank + 1)).to("lazy")
+        dist.all_reduce(total, group=world.group)
+        lazystep.mark_step()
+        losses += [train() for _ in range(3)]
+        results = [*losses, *ddp.parameters()]
+        found["total"] = total.tolist()
+        found["agreements"] = counters()["program_agreements"]
+    with config.override(tier="reference"):
+        train, ddp = captured_step(world)
+        for _ in range(num_steps):
+            train()
+        expected = [*(train() for _ in losses), *ddp.parameters()]
+        for want, got in zip(expected, results, strict=True):
+            torch.testing.assert_close(got.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)
+    return found
+
+
+def test_replays_communicate_without_the_interpreter_lock(lazy_pool: Pool) -> None:
+    for rank in lazy_pool.run(chain_steps, timeout=280):
+        assert rank["native_executions"] == rank["programs_executed"] == NUM_CHAINED
+        assert rank["collectives_launched"] == 2 * NUM_CHAINED
+        assert rank["program_agreements"] == rank["synchronizations"] == 0
+        # Not all of them: where no step comes for a while, the executor leaves the chain.
+        assert rank["chained"] >= NUM_CHAINED // 4
+        assert rank["returns"] < rank["chained"], "the lock is not taken at each step, launch or wait"
+        assert rank["total"] == [3.0] * 3
+        assert rank["agreements"] == 2, "to the collective of the user's, and back"
+
+
+def end_in_the_chain(world: World, how: int) -> dict[str, Any]:
+    with in_the_chain(world) as (train, ddp, *_):
+        dist.barrier(group=world.group)
+        if world.rank == 1:
+            os.kill(os.getpid(), how)
+
+        def steps() -> None:
+            for _ in range(6):
+                train()
+            lazystep.wait_device_ops()
+
+        raised = raised_by(steps)
+        read = raised_by(lambda: next(iter(ddp.parameters())).cpu())
+        again = raised_by(lambda: train().item())
+    return {"raised": raised, "read": read, "again": again}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, *nightly([signal.SIGSTOP])])
+def test_a_replay_without_python_names_the_collective_when_a_rank_ends_or_hangs(how: int) -> None:
+    pool = Pool(3, collective_timeout=TIMEOUT)
+    try:
+        pool.start(end_in_the_chain, how)
+        [survivor] = pool.gather([0], timeout=280)
+        if how == signal.SIGSTOP:
+            os.kill(pool.processes[1].pid or 0, signal.SIGCONT)
+    finally:
+        pool.close()
+    assert " (native) failed in lazystep.all_reduce_" in survivor["raised"]
     assert "failed on rank 0: " in survivor["raised"]
     assert "StepError" in survivor["read"], "an update may have begun"
     assert "StepError" in survivor["again"]

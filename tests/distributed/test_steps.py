@@ -224,19 +224,25 @@ def test_what_is_not_supported_is_refused_with_the_way_out(lazy_pool: Pool) -> N
         assert "lazystep.distributed.DistributedDataParallel" in subclass
 
 
-def forget_a_parameter(world: World) -> str:
+def forget_a_parameter(world: World, **options: Any) -> str:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to("lazy")
     model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
-    ddp = DistributedDataParallel(model, process_group=world.group)
+    ddp = DistributedDataParallel(model, process_group=world.group, **options)
     ddp(torch.ones(1, 2).to("lazy")).sum().backward()
     return raised_by(lambda: ddp(torch.ones(1, 2).to("lazy")))
+
+
+def forget_in_a_static_graph(world: World) -> str:
+    return forget_a_parameter(world, static_graph=True)
 
 
 def test_a_parameter_without_a_gradient_is_named_at_the_next_forward(lazy_pool: Pool) -> None:
     for raised in lazy_pool.run(forget_a_parameter, timeout=240):
         assert "1.weight, 1.bias" in raised
-        assert "find_unused_parameters=True" in raised
+        assert "find_unused_parameters=True to DistributedDataParallel, or" in raised
+    for raised in lazy_pool.run(forget_in_a_static_graph, timeout=240):
+        assert "find_unused_parameters=True to DistributedDataParallel instead of static_graph=True" in raised
 
 
 def other_shapes(world: World) -> str:
