@@ -313,17 +313,8 @@ class Guards:
         if isinstance(values, int):
             place = self._places[values]
             return _describe(place, self._before[place], self._rows[values][1])
-        now = modes()
-        for number, (old, new) in enumerate(zip(self._modes, now, strict=False)):
-            if old != new:
-                name = _MODE_NAMES[number] if number < len(_MODE_NAMES) else "a mode"
-                if isinstance(old, tuple) and isinstance(new, tuple):
-                    return name  # numbers that say nothing to a reader
-                return f"{name} from {old!r} to {new!r}"
-        if len(self._modes) != len(now):
-            return "the modes that torch is in"
-        if [list(one) for one in HOOKS_OF_ALL] != (self._hooks or [[] for _ in HOOKS_OF_ALL]):
-            return "the hooks of all modules or optimizers"
+        if changed := ambient_change((self._modes, self._plain_modes, self._hooks)):
+            return changed
         tensors = [values[position] for position in self._tensors]
         places = self._names
         for position, _tensor, flags in zip(self._tensors, tensors, gradient_flags(tensors), strict=True):
@@ -357,6 +348,21 @@ def ambient() -> tuple[Any, ...]:
     """Torch's modes and global hooks now, for `Guards`."""
     hooks = [list(one) for one in HOOKS_OF_ALL]
     return modes(), plain_modes(), hooks if any(hooks) else []
+
+
+def ambient_change(before: tuple[Any, ...]) -> str:
+    """Which of torch's modes or global hooks is another now, with both values; empty if none is."""
+    old_modes, _, old_hooks = before
+    new_modes, _, new_hooks = ambient()
+    for number, (old, new) in enumerate(zip(old_modes, new_modes, strict=False)):
+        if old != new:
+            name = _MODE_NAMES[number] if number < len(_MODE_NAMES) else "a mode"
+            if isinstance(old, tuple) and isinstance(new, tuple):
+                return name  # numbers that say nothing to a reader
+            return f"{name} from {old!r} to {new!r}"
+    if len(old_modes) != len(new_modes):
+        return "the modes that torch is in"
+    return "the hooks of all modules or optimizers" if old_hooks != new_hooks else ""
 
 
 def _structure(found: Found) -> tuple[Check, Any]:

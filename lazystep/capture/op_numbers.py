@@ -263,8 +263,8 @@ def _passes_on(func: Any, args: Any, kwargs: Any) -> bool:
     if name not in _PASS:
         return False
     tensors = list(_tensors(args, kwargs))
-    # A CPU tensor beside lazy ones may be computed with at once.
-    if not tensors or not all(map(is_lazy, tensors)):
+    # A CPU tensor beside lazy ones may be computed with at once, and a sparse tensor always is.
+    if not tensors or not all(is_lazy(tensor) and tensor.layout is torch.strided for tensor in tensors):
         return False
     # The tag of an int would not fit into other types. And where the int is a default, such as `alpha=1`,
     # an op without it is recorded: the tag would make that another op.

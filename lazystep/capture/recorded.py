@@ -29,7 +29,7 @@ from ..step_closures import Added, DeviceContext
 from .arguments import Structure
 from .changes import Effect, describe_change, find_difference, find_effects
 from .given_containers import GivenContainers
-from .guards import Guards, ambient
+from .guards import Guards, ambient, ambient_change
 from .lasting import LastingReads
 from .op_numbers import OpNumbers, find_counts
 from .places import Kind, Place, Places
@@ -275,6 +275,8 @@ class RecordedCall:
         """Compare places and numbers with the start of the call, before the barrier decides the outputs."""
         if self.testimony.reason:
             self._refuse(self.testimony.reason)
+        if changed := ambient_change(self._ambient):
+            self._refuse(f"it leaves {changed} behind, which a replay would not; change it back, or outside")
         for effect in find_effects(self.testimony, self.before, self.after):
             self.effects.append(effect)
             self._note_outside(effect.after.value)

@@ -89,7 +89,13 @@ def _recording(name: str) -> Callable[..., None]:
             original(params, grads, *lists, **options)
             return
         counts: Any = lists[position] if position is not None and position < len(lists) else ()
-        is_ours = _flag.value is not None or (len(counts) > 0 and is_lazy(counts[0]))
+        on_device = [is_lazy(count) for count in counts]
+        if any(on_device) and not all(on_device):
+            # A parameter that has got its first gradient, beside others that were under a scaler before.
+            for chosen in (True, False):
+                call(original, *_only(on_device, chosen, (params, grads, *lists)), **options)
+            return
+        is_ours = _flag.value is not None or any(on_device)
         is_ours = is_ours and len(params) > 0 and all(map(is_lazy, params))
         if not is_ours or any(options.get(one) for one in _ON_THE_DEVICE):
             original(params, grads, *lists, **options)
@@ -111,6 +117,17 @@ def _recording(name: str) -> Callable[..., None]:
         torch.autograd.graph.increment_version(apart.written)
 
     return call
+
+
+def _only(on_device: list[bool], chosen: bool, lists: tuple[Any, ...]) -> list[Any]:
+    """The lists of an update, of the parameters that have or have not their counts on the lazy device."""
+    # An optimizer without a kind of state, such as `amsgrad`, has an empty list in its place.
+    return [
+        [one for one, is_there in zip(some, on_device, strict=True) if is_there is chosen]
+        if isinstance(some, list) and some
+        else some
+        for some in lists
+    ]
 
 
 def _is_known(optimizer: torch.optim.Optimizer) -> bool:

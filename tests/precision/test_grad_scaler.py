@@ -198,7 +198,23 @@ def with_counts_that_are_read(loop: Loop) -> Any:
     return found
 
 
+def with_parameters_that_thaw(loop: Loop) -> Any:
+    """The counts of the others are on the device when a parameter gets its first gradient."""
+    frozen = loop.model[2].bias, loop.model[0].weight
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    loop.run(INF, 1, 1, 1)
+    frozen[0].requires_grad_(True)
+    loop.run(1, INF, 1)
+    frozen[1].requires_grad_(True)
+    loop.run_without_scaler(2)
+    loop.run(1, INF, 1, 1)
+    frozen[0].requires_grad_(False)
+    loop.run(1, INF, 1)
+
+
 AROUND = (
+    with_parameters_that_thaw,
     without_a_scaler_in_between,
     under_a_schedule,
     with_state_that_is_loaded,
