@@ -114,6 +114,8 @@ _GETITEM = {dict.get, dict.setdefault, dict.__getitem__}
 _C_FUNCTION: type = ctypes._CFuncPtr  # type: ignore[attr-defined]
 POINTERS = (ctypes._Pointer, _C_FUNCTION, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p)
 """What stands for memory that nobody compares."""
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+USES_OF_DESCRIPTORS = ("__get__", "__set__", "__delete__")
 _OF_FILES = ("read", "readline", "readlines", "readinto", "read1", "peek", "getvalue", "getbuffer", "tell")
 
 
@@ -127,6 +129,8 @@ def _impure() -> set[Any]:
         datetime.date.today,
         queue.SimpleQueue.get,
         queue.SimpleQueue.get_nowait,
+        queue.SimpleQueue.put,  # work for another thread, such as a pool's
+        queue.SimpleQueue.put_nowait,
     }
     found |= {pickle.dumps, pickle.loads, pickle.load, torch.seed, torch.initial_seed}
     for module in (time, select, socket):
@@ -260,6 +264,11 @@ def asks_for_view(function: Any) -> bool:
     """Whether a function tells whether a tensor is a view of another one."""
     owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
     return getattr(function, "__name__", "") == "_is_view" and issubclass(owner, torch._C.TensorBase)
+
+
+def is_of_descriptor(function: Any) -> bool:
+    """Whether a function reads or writes an attribute by its descriptor, the first argument."""
+    return _is_in(function, _OF_DESCRIPTORS)
 
 
 def asks_abstract_class(function: Any) -> bool:
@@ -402,7 +411,8 @@ _SORTING = {sorted, min, max, sum, itertools.accumulate, itertools.groupby}
 _SORTING |= {bisect.bisect_left, bisect.bisect_right, bisect.insort_left, bisect.insort_right}
 _WARNING = {warnings.warn, warnings.warn_explicit}
 _ABSTRACT = {_abc._abc_instancecheck, _abc._abc_subclasscheck}
-_TOLD = _ABSTRACT | {
+_OF_DESCRIPTORS = {vars(kind)[name] for kind in DESCRIPTORS for name in USES_OF_DESCRIPTORS}
+_TOLD = {
     id,
     operator.is_,
     operator.is_not,
@@ -411,6 +421,7 @@ _TOLD = _ABSTRACT | {
     contextvars.ContextVar.get,
     contextvars.ContextVar.set,
 }
+_TOLD |= _ABSTRACT | _OF_DESCRIPTORS
 _CLASSES = (
     (_IGNORE, CallClass.IGNORE),
     (_CALLING, CallClass.CALLING),
