@@ -58,6 +58,7 @@ class CallClass(enum.IntEnum):
     KINDS = 13  # as IGNORE, but the second argument is a class or a tuple of classes, which is looked at
     INDEXING = 14  # as PASS, but an int among the arguments may be an index
     SEARCHING = 15  # as MOVE, but an int among the arguments may be an index
+    COPYING = 16  # as PASS, and makes a container of the elements: numbers in it are followed
 
 
 _IGNORE = {callable, super, globals, locals, print, weakref.ref}
@@ -91,7 +92,8 @@ _STATEFUL_MODULES = frozenset(
     )
 )
 _IGNORE |= {functools.partial, property, staticmethod, classmethod, types.MethodType, _thread.get_ident}
-_PASS = {list, tuple, dict, iter, zip, reversed}
+_PASS = {iter, zip, reversed}
+_COPYING = {list, tuple, dict, list.copy, dict.copy}
 _COMPARING = ("count", "remove", "__eq__", "__contains__")
 _HASHING = ("fromkeys", "add", "discard")
 _STORING = (
@@ -407,7 +409,7 @@ _GENERATOR_STATE = (
 _CALLING = {map, filter, functools.reduce, itertools.starmap}
 _CALLING |= {itertools.takewhile, itertools.dropwhile, itertools.filterfalse}
 # They compare and add elements, which traced numbers follow.
-_SORTING = {sorted, min, max, sum, itertools.accumulate, itertools.groupby}
+_SORTING = {sorted, min, max, itertools.accumulate, itertools.groupby}
 _SORTING |= {bisect.bisect_left, bisect.bisect_right, bisect.insort_left, bisect.insort_right}
 _WARNING = {warnings.warn, warnings.warn_explicit}
 _ABSTRACT = {_abc._abc_instancecheck, _abc._abc_subclasscheck}
@@ -427,6 +429,7 @@ _CLASSES = (
     (_CALLING, CallClass.CALLING),
     (_SORTING, CallClass.SORTING),
     (_PASS, CallClass.PASS),
+    (_COPYING, CallClass.COPYING),
     ({enumerate}, CallClass.INDEXING),
     ({len}, CallClass.SIZE),
     ({hash}, CallClass.MOVE),

@@ -312,6 +312,29 @@ class Witness:
         testimony.numbers.add(place)
         return self._trace.number(value, ("place", place))
 
+    def followed(self, container: Any) -> Any:
+        """The elements of a list, tuple or dict are copied: the same elements, with traced numbers."""
+        self._objects.sized(container)
+        is_dict = isinstance(container, dict)
+        made = {}
+        for key, value in list(container.items() if is_dict else enumerate(container)):
+            traced = self.number(Access.ITEM, container, key, value) if type(value) in (float, int) else None
+            if traced is None:
+                self._objects.note_and_meet(self._finder.item(container, key), value, is_deep=False)
+            made[key] = value if traced is None else traced
+        return made if is_dict else type(container)(made.values())
+
+    def sought(self, number: Any, container: Any) -> Any:
+        """Code asks whether a number is in a container: the plain one. All elements are compared with it."""
+        if plain(number) != plain(number):
+            self._testimony.refuse(f"it asks whether NaN is in a container at {user_line(1)}; ask outside")
+            same = (one for one in container if plain(one) is plain(number))
+            return next(same, plain(number))  # Python finds NaN by its identity
+        for element in container:
+            if isinstance(element, (int, float)):
+                number == element  # noqa: B015 - becomes a guard
+        return plain(number)
+
     def stored(self, kind: int, owner: Any, key: Any) -> None:
         """A traced number is about to be put somewhere."""
         self._testimony.numbers_stored.append((kind, owner, key))
