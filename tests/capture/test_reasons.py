@@ -295,7 +295,7 @@ ANEW: dict[str, Callable[[], Anew]] = {
     "int": lambda: attribute(2, 3, "2", "3", use=lambda value: len(range(value))),
     "flag": lambda: attribute(True, False, "True", "False"),
     "text": lambda: attribute("mean", "total", "mean", "total", use=len),
-    "tuple": lambda: attribute((1, 2), (1, 3), "2", "3", use=sum),
+    "tuple": lambda: attribute((1, 2), (1, 3), "2", "3", use=max),
     "type": lambda: attribute(2, 2.0, "2", "2.0"),
     "none to a number": lambda: attribute(None, 3.0, "None", "3.0", use=lambda value: value or 2.0),
     "zeros": lambda: attribute(0.0, -0.0, "0.0", "-0.0", use=repr_length),
