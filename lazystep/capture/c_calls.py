@@ -58,6 +58,7 @@ class CallClass(enum.IntEnum):
     KINDS = 13  # as IGNORE, but the second argument is a class or a tuple of classes, which is looked at
     INDEXING = 14  # as PASS, but an int among the arguments may be an index
     SEARCHING = 15  # as MOVE, but an int among the arguments may be an index
+    COPYING = 16  # as PASS, and makes a container of the elements: numbers in it are followed
 
 
 _IGNORE = {callable, super, globals, locals, print, weakref.ref}
@@ -91,7 +92,8 @@ _STATEFUL_MODULES = frozenset(
     )
 )
 _IGNORE |= {functools.partial, property, staticmethod, classmethod, types.MethodType, _thread.get_ident}
-_PASS = {list, tuple, dict, iter, zip, reversed}
+_PASS = {iter, zip, reversed}
+_COPYING = {list, tuple, dict, list.copy, dict.copy}
 _COMPARING = ("count", "remove", "__eq__", "__contains__")
 _HASHING = ("fromkeys", "add", "discard")
 _STORING = (
@@ -114,6 +116,8 @@ _GETITEM = {dict.get, dict.setdefault, dict.__getitem__}
 _C_FUNCTION: type = ctypes._CFuncPtr  # type: ignore[attr-defined]
 POINTERS = (ctypes._Pointer, _C_FUNCTION, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p)
 """What stands for memory that nobody compares."""
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+USES_OF_DESCRIPTORS = ("__get__", "__set__", "__delete__")
 _OF_FILES = ("read", "readline", "readlines", "readinto", "read1", "peek", "getvalue", "getbuffer", "tell")
 
 
@@ -127,6 +131,8 @@ def _impure() -> set[Any]:
         datetime.date.today,
         queue.SimpleQueue.get,
         queue.SimpleQueue.get_nowait,
+        queue.SimpleQueue.put,  # work for another thread, such as a pool's
+        queue.SimpleQueue.put_nowait,
     }
     found |= {pickle.dumps, pickle.loads, pickle.load, torch.seed, torch.initial_seed}
     for module in (time, select, socket):
@@ -260,6 +266,11 @@ def asks_for_view(function: Any) -> bool:
     """Whether a function tells whether a tensor is a view of another one."""
     owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
     return getattr(function, "__name__", "") == "_is_view" and issubclass(owner, torch._C.TensorBase)
+
+
+def is_of_descriptor(function: Any) -> bool:
+    """Whether a function reads or writes an attribute by its descriptor, the first argument."""
+    return _is_in(function, _OF_DESCRIPTORS)
 
 
 def asks_abstract_class(function: Any) -> bool:
@@ -398,11 +409,12 @@ _GENERATOR_STATE = (
 _CALLING = {map, filter, functools.reduce, itertools.starmap}
 _CALLING |= {itertools.takewhile, itertools.dropwhile, itertools.filterfalse}
 # They compare and add elements, which traced numbers follow.
-_SORTING = {sorted, min, max, sum, itertools.accumulate, itertools.groupby}
+_SORTING = {sorted, min, max, itertools.accumulate, itertools.groupby}
 _SORTING |= {bisect.bisect_left, bisect.bisect_right, bisect.insort_left, bisect.insort_right}
 _WARNING = {warnings.warn, warnings.warn_explicit}
 _ABSTRACT = {_abc._abc_instancecheck, _abc._abc_subclasscheck}
-_TOLD = _ABSTRACT | {
+_OF_DESCRIPTORS = {vars(kind)[name] for kind in DESCRIPTORS for name in USES_OF_DESCRIPTORS}
+_TOLD = {
     id,
     operator.is_,
     operator.is_not,
@@ -411,11 +423,13 @@ _TOLD = _ABSTRACT | {
     contextvars.ContextVar.get,
     contextvars.ContextVar.set,
 }
+_TOLD |= _ABSTRACT | _OF_DESCRIPTORS
 _CLASSES = (
     (_IGNORE, CallClass.IGNORE),
     (_CALLING, CallClass.CALLING),
     (_SORTING, CallClass.SORTING),
     (_PASS, CallClass.PASS),
+    (_COPYING, CallClass.COPYING),
     ({enumerate}, CallClass.INDEXING),
     ({len}, CallClass.SIZE),
     ({hash}, CallClass.MOVE),

@@ -106,6 +106,8 @@ class CallsOfC:
                 self._objects.taken(args[0])
         elif isinstance(function, types.MethodWrapperType):
             self._call_wrapper(function, args)
+        elif c_calls.is_of_descriptor(function):
+            self._use_descriptor(args[0], function.__name__, args[1:])
         elif isinstance(function, weakref.ref):
             self._call_reference(function)
         elif c_calls.asks_for_view(function):
@@ -173,6 +175,9 @@ class CallsOfC:
         if isinstance(owner, weakref.ref) and name == "__call__":
             self._call_reference(owner)
             return
+        if isinstance(owner, c_calls.DESCRIPTORS) and name in c_calls.USES_OF_DESCRIPTORS:
+            self._use_descriptor(owner, name, args)
+            return
         if name != "__setattr__":
             pinned(list(args))
         if args and isinstance(args[0], str) and name in ("__getattribute__", "__setattr__", "__delattr__"):
@@ -184,6 +189,19 @@ class CallsOfC:
                     self._testimony.writes[place] = None
         elif _witness.is_outside(owner):
             self._objects.whole(owner)
+
+    def _use_descriptor(self, descriptor: Any, name: str, args: tuple[Any, ...]) -> None:
+        """An attribute is read or written by the descriptor itself: `Base.slot.__get__(obj)`."""
+        if not args or not _witness.is_outside(args[0]) or isinstance(args[0], torch.Tensor):
+            return
+        if isinstance(descriptor, types.GetSetDescriptorType) or name != "__get__":
+            self._testimony.refuse(
+                f"it calls {name} of a descriptor, {descriptor.__name__!r}, at {user_line(2)}, which is not "
+                "followed; use the attribute"
+            )
+            return
+        place = self._places.at(args[0], descriptor, Kind.SLOT, repr(descriptor.__name__))
+        self._objects.note_and_meet(place, place.get())
 
     def _call_getter(self, getter: Any, args: tuple[Any, ...]) -> None:
         for path in getter.__reduce__()[1]:

@@ -24,7 +24,15 @@ from ._places import dict_of_class
 from .classes import Classes
 from .code_owners import CodeKind, CodeOwners, is_torchs
 from .outside import Outside
-from .place_finder import PlaceFinder, dict_of, is_of_module, is_of_python, look_up, names_of
+from .place_finder import (
+    PlaceFinder,
+    dict_of,
+    has_hidden_state,
+    is_of_module,
+    is_of_python,
+    look_up,
+    names_of,
+)
 from .places import MISSING, Kind, Place
 from .surroundings import Surroundings
 from .testimony import FOLLOW, OUTSIDE, Testimony
@@ -296,7 +304,8 @@ class Objects:
 
     def _whole_attributes(self, value: Any) -> None:
         names = names_of(value)
-        if not names and not is_of_python(type(value)):
+        is_plain = names or is_of_python(type(value))
+        if not is_plain or has_hidden_state(type(value)):
             self._testimony.refuse(
                 f"C code looks at a {type(value).__name__} at {user_line(2)}, which can't be compared; "
                 "use it outside of the step"

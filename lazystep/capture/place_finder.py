@@ -85,6 +85,8 @@ class PlaceFinder:
             for base in (owner,) if is_write else owner.__mro__:
                 if is_write or name in base.__dict__:
                     return self.places.at(base, name, Kind.CLASS)
+            if isinstance(look_up(type, name), (types.GetSetDescriptorType, types.MemberDescriptorType)):
+                return self.places.at(owner, name, Kind.ATTRIBUTE)  # such as `__name__`
             return self._in_class(type(owner), name)
         if isinstance(owner, torch.Tensor):
             return self.of_tensor(owner, name)
@@ -109,9 +111,28 @@ class PlaceFinder:
         return None
 
 
+# The modules of classes in C whose objects have all their state in attributes, or never change.
+_WITHOUT_HIDDEN_STATE = ("builtins", "types", "_struct", "_thread", "ast", "torch._C")
+
+
 def is_of_python(kind: type) -> bool:
     """Whether a class was made by a `class` statement."""
     return bool(kind.__flags__ & (1 << 9))
+
+
+def has_hidden_state(kind: type) -> bool:
+    """Whether objects of a class may keep state that is in no attribute: one of its bases is made in C."""
+    return any(base.__module__ not in _WITHOUT_HIDDEN_STATE and _is_of_c(base) for base in kind.__mro__)
+
+
+def _is_of_c(kind: type) -> bool:
+    """Whether a class was made in C. A `class` statement makes no methods in C."""
+    if kind.__name__.startswith(
+        "pybind11_detail_function_record"
+    ):  # to which a function of pybind11's is bound
+        return False
+    methods = (types.MethodDescriptorType, types.WrapperDescriptorType)
+    return any(isinstance(one, methods) and one.__objclass__ is kind for one in vars(kind).values())
 
 
 def is_of_module(owner: Any, name: str) -> bool:

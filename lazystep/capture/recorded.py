@@ -38,7 +38,7 @@ from .recorded_program import RecordedProgram
 from .stored_numbers import StoredNumbers
 from .surroundings import Surroundings, TensorFacts
 from .testimony import Testimony
-from .traced import Expression, Trace, is_traced, plain
+from .traced import Expression, Trace, is_traced, plain, sources_in
 from .values import is_simple
 from .witness import Witness
 
@@ -372,6 +372,15 @@ class RecordedCall:
         """Places of numbers that must stay the same."""
         pinned = {left[1] for symbol, left, _ in self.trace.guards if symbol == "same" and left[0] == "place"}
         return pinned | (self.testimony.pinned & self.testimony.numbers)
+
+    def numbers_compared(self) -> str:
+        """The places of numbers of which a result must stay the same, in a message."""
+        found: set[Expression] = set()
+        for symbol, left, _ in self.trace.guards:
+            if symbol == "same":
+                sources_in(left, found)
+        names = sorted({one[1].name if isinstance(one[1], Place) else f"argument {one[1]}" for one in found})
+        return f"a number computed from {', '.join(names)}" if names else "a number"
 
     def make_guards(self, followed: set[Place]) -> Guards:
         """The conditions for replays of this call. `followed`: places whose numbers a replay reads."""

@@ -72,6 +72,8 @@ class _Captures:
         # Other kinds differ in more than sizes, or a capture from one call was not confirmed.
         self.needs_two_calls = False
         self.num_changed = 0  # recordings in a row that found something changed
+        self.num_unused = 0  # captures in a row that were made while the last one had not been used
+        self.num_disturbed = 0  # recordings in a row during which another thread recorded
         self.num_unsettled = 0  # recordings in a row that could neither be captured nor refused
         self.num_refused = 0  # recordings in a row that were refused
         self.num_to_skip = 0  # calls that are recorded without a witness
@@ -249,6 +251,9 @@ class Step(Generic[P, R]):
             captures.num_to_skip -= 1
         elif call.disturbance:
             self._note(f"recorded, not captured: {call.disturbance}")
+            captures.num_disturbed += 1
+            if captures.num_disturbed == _MAX_NEW_SIZES and not captures.replays:
+                self._refuse(captures, call.disturbance)
         elif call.reason:
             captures.recent.clear()
             # A first call may fill caches and create state. A side effect that also happens in the second
@@ -262,6 +267,8 @@ class Step(Generic[P, R]):
         else:
             captures.has_recorded = True
             self._try_to_capture(captures, call, changed)
+        if not call.disturbance:
+            captures.num_disturbed = 0
         if is_witnessed:
             captures.needed_new_argument = call.lasting.needs_new_argument
         return result
@@ -280,7 +287,15 @@ class Step(Generic[P, R]):
         earlier = next((one for one in captures.recent if _agree(one, call)), None)
         if earlier is not None and call.is_complete:
             try:
-                self._add_capture(captures, Replay(earlier, call), changed)
+                replay = Replay(earlier, call)
+                is_unused = bool(captures.replays) and captures.replays[0].num_replays == 0
+                captures.num_unused = captures.num_unused + 1 if is_unused else 0
+                if captures.num_unused == _MAX_NEW_SIZES:
+                    captures.num_unused = 0
+                    reason = changed or call.numbers_compared()
+                    self._refuse(captures, f"{reason} changes between calls; make it an argument of the step")
+                    return
+                self._add_capture(captures, replay, changed)
                 self._remember(call)
                 return
             except UnsettledError as error:

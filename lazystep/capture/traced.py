@@ -141,6 +141,7 @@ class _Traced:
 
     trace: Trace
     expression: Expression
+    original: Any  # the plain number; the very object if it was read
 
     def pin(self) -> Any:
         """The plain number, for arithmetic that we can't see. A replay requires the same value."""
@@ -207,9 +208,7 @@ def is_traced(value: Any) -> bool:
 
 def plain(value: Any) -> Any:
     """The plain number of a traced one; any other value as it is."""
-    if type(value) is TracedFloat:
-        return float.__pos__(value)
-    return int.__pos__(value) if type(value) is TracedInt else value
+    return value.original if is_traced(value) else value
 
 
 def expression_of(value: Any) -> Expression:
@@ -297,20 +296,29 @@ _FOLLOWED: dict[Callable[..., Any], str] = {
     for name, function in vars(math).items()
     if not name.startswith("_") and callable(function) and name not in ("fsum", "prod", "dist", "sumprod")
 }
-_FOLLOWED |= {float: "float", int: "int", abs: "abs"}
-_BY_NAME = {name: function for function, name in _FOLLOWED.items()}
+_FOLLOWED |= {float: "float", int: "int", abs: "abs", sum: "sum"}
+_BY_NAME: dict[str, Callable[..., Any]] = {name: function for function, name in _FOLLOWED.items()}
+_BY_NAME["sum"] = lambda first, *others: sum(others, first)
+# From Python 3.12 on they add floats, and nothing but floats, more precisely than one after the other.
+_OF_FLOATS: dict[Callable[..., Any], str] = {
+    function: name for name, function in vars(math).items() if name == "sumprod"
+}
 
 
 def can_follow(function: Any) -> bool:
     """Whether there is a version of this function that follows traced numbers."""
     try:
-        return function in _FOLLOWED
+        return function in _FOLLOWED or function in _OF_FLOATS
     except TypeError:
         return False
 
 
 def following(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that computes the same and remembers how, if all its arguments are numbers."""
+    if function is sum:
+        return _sum
+    if function in _OF_FLOATS:
+        return _on_plain(function)
     name = _FOLLOWED[function]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -328,6 +336,21 @@ def following(function: Callable[..., Any]) -> Callable[..., Any]:
         return traced.trace.number(value, ("call", name, *map(expression_of, args)))
 
     return call
+
+
+def _sum(iterable: Any, /, start: Any = 0) -> Any:
+    """`sum`, which adds the numbers before anything else by an algorithm of its own."""
+    parts = [start, *iterable]
+    num_numbers = next((i for i, one in enumerate(parts) if not isinstance(one, (int, float))), len(parts))
+    traced = next(filter(is_traced, parts[:num_numbers]), None)
+    if traced is None:
+        return sum(parts[1:], start)
+    numbers = parts[:num_numbers]
+    value = _BY_NAME["sum"](*map(plain, numbers))
+    total = traced.trace.number(value, ("call", "sum", *map(expression_of, numbers)))
+    for one in parts[num_numbers:]:
+        total = total + one
+    return total
 
 
 class Writer:

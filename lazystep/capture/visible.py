@@ -26,6 +26,13 @@ def update(receiver, /, *others, **items):
         if type(other) is dict and len(others) == 1:
             for key in other:
                 receiver[key] = other[key]
+        elif type(other) in (list, tuple, zip) and len(others) == 1:
+            pairs = list(other)
+            if all([type(pair) is tuple and len(pair) == 2 for pair in pairs]):
+                for key, value in pairs:
+                    receiver[key] = value
+            else:
+                dict.__ior__(receiver, pairs)
         else:
             dict.__ior__(receiver, *others)  # raises if there are two
     for key in items:

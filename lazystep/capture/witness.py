@@ -12,6 +12,7 @@ import builtins
 import gc
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from . import _witness, c_calls, visible
 from ._places import is_same
 from .called import CallsOfC
 from .classes import Classes
-from .code_owners import CodeOwners, is_torchs
+from .code_owners import CodeOwners, is_called_by_the_user, is_torchs
 from .objects import Objects
 from .outside import Outside
 from .place_finder import Access, PlaceFinder
@@ -35,6 +36,8 @@ from .testimony import FOLLOW, OUTSIDE, Testimony
 from .traced import Trace, TracedFloat, TracedInt, following, is_traced, plain
 
 _BUILTINS = frozenset(vars(builtins))
+# Queues, futures, events and barriers are made of conditions.
+_BETWEEN_THREADS = (threading.Condition.wait.__code__, threading.Condition.notify.__code__)
 
 # Ids of `sys.monitoring`: of tools that must see calls run, and those that src/events_monitoring.h may take.
 _WATCHING_TOOLS, _FREE_TOOLS = (0, 1), (2, 3, 4, 5)
@@ -149,6 +152,11 @@ class Witness:
 
     def code_kind(self, code: types.CodeType, names: dict[str, Any]) -> int:
         """Whether code is the user's, another package's, or not to be looked at."""
+        if code in _BETWEEN_THREADS and is_called_by_the_user(sys._getframe(1), ()):
+            self._testimony.refuse(
+                f"it waits for another thread, or hands something to it, at {user_line(1)}, and a replay "
+                "would not; do that outside and pass what you get as an argument"
+            )
         return int(self._owners.kind_of(code, names))
 
     def entered(self, function: types.FunctionType) -> None:
@@ -303,6 +311,29 @@ class Witness:
         testimony.note(place)  # by now it may be known by the place of its container
         testimony.numbers.add(place)
         return self._trace.number(value, ("place", place))
+
+    def followed(self, container: Any) -> Any:
+        """The elements of a list, tuple or dict are copied: the same elements, with traced numbers."""
+        self._objects.sized(container)
+        is_dict = isinstance(container, dict)
+        made = {}
+        for key, value in list(container.items() if is_dict else enumerate(container)):
+            traced = self.number(Access.ITEM, container, key, value) if type(value) in (float, int) else None
+            if traced is None:
+                self._objects.note_and_meet(self._finder.item(container, key), value, is_deep=False)
+            made[key] = value if traced is None else traced
+        return made if is_dict else type(container)(made.values())
+
+    def sought(self, number: Any, container: Any) -> Any:
+        """Code asks whether a number is in a container: the plain one. All elements are compared with it."""
+        if plain(number) != plain(number):
+            self._testimony.refuse(f"it asks whether NaN is in a container at {user_line(1)}; ask outside")
+            same = (one for one in container if plain(one) is plain(number))
+            return next(same, plain(number))  # Python finds NaN by its identity
+        for element in container:
+            if isinstance(element, (int, float)):
+                number == element  # noqa: B015 - becomes a guard
+        return plain(number)
 
     def stored(self, kind: int, owner: Any, key: Any) -> None:
         """A traced number is about to be put somewhere."""

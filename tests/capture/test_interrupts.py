@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import lazystep
+from lazystep.capture._places import Plan, is_same
+from lazystep.capture.guards import Check, Get
 from lazystep.interrupts import uninterrupted
 from tests.helpers import nightly
 
@@ -171,3 +174,43 @@ def test_section_on_another_thread_changes_no_handler() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+class Interrupting:
+    """A value whose comparison is interrupted, as a hook of `sys.addaudithook` or `__eq__` may be."""
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyboardInterrupt
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_interrupt_during_the_comparison_of_places_is_not_lost() -> None:
+    plan = Plan([(Get.ITEM, Check.VALUE, True, -1, [Interrupting()], 0, Interrupting())])
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            plan.read()
+    with pytest.raises(KeyboardInterrupt):
+        is_same(Interrupting(), Interrupting())
+    assert is_same(1.0, 1.0)
+
+
+def test_comparison_of_functions_runs_no_audit_hooks() -> None:
+    """Hooks of `sys.addaudithook` are Python code, in which an interrupt may come. They stay for good."""
+    events: list[str] | None = None
+
+    def hook(event: str, _: Any) -> None:
+        if events is not None:
+            events.append(event)
+
+    sys.addaudithook(hook)
+    model = Model("lazy")
+    step = lazystep.step(model.step, audit_every=0)
+    for _ in range(6):
+        step()
+    num_replayed = step.num_replayed
+    events = []
+    step()
+    seen, events = events, None
+    assert step.num_replayed == num_replayed + 1
+    assert seen == []

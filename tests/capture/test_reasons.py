@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import re
+import threading
 import time
 import types
 import warnings
@@ -294,7 +295,7 @@ ANEW: dict[str, Callable[[], Anew]] = {
     "int": lambda: attribute(2, 3, "2", "3", use=lambda value: len(range(value))),
     "flag": lambda: attribute(True, False, "True", "False"),
     "text": lambda: attribute("mean", "total", "mean", "total", use=len),
-    "tuple": lambda: attribute((1, 2), (1, 3), "2", "3", use=sum),
+    "tuple": lambda: attribute((1, 2), (1, 3), "2", "3", use=max),
     "type": lambda: attribute(2, 2.0, "2", "2.0"),
     "none to a number": lambda: attribute(None, 3.0, "None", "3.0", use=lambda value: value or 2.0),
     "zeros": lambda: attribute(0.0, -0.0, "0.0", "-0.0", use=repr_length),
@@ -558,3 +559,45 @@ def test_capture_does_not_keep_arguments_and_results() -> None:
     lazystep.wait_device_ops()
     gc.collect()
     assert [part() for part in parts] == [None] * len(parts)
+
+
+# -- a step that is never replayed says so within some calls ------------------------------------------
+
+
+def test_captures_that_are_never_used_are_an_error_in_the_end() -> None:
+    counter = types.SimpleNamespace(n=0)
+
+    @lazystep.step(fullgraph=True, audit_every=0)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        counter.n += 1
+        return x * (
+            2 if counter.n in range(1000) else 3
+        )  # `range` is asked by C code: the number is compared
+
+    def run() -> None:
+        for _ in range(60):
+            step(torch.ones(1))
+
+    with pytest.raises(lazystep.CaptureError, match="a number computed from 'n' changes between calls"):
+        run()
+    assert step.num_replayed == 0
+
+
+def test_step_whose_ops_are_recorded_by_another_thread_warns_in_the_end() -> None:
+    layer = torch.nn.Linear(2, 2).to("lazy")
+
+    @lazystep.step(audit_every=0)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        results: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: results.append(layer(x)))
+        thread.start()
+        thread.join()
+        return results[0].detach() * 2
+
+    def run() -> None:
+        for _ in range(30):
+            step(torch.ones(2))
+
+    with pytest.warns(lazystep.LazyStepWarning, match="another thread recorded ops"):
+        run()
+    assert "another thread recorded ops" in step.explain()

@@ -29,16 +29,16 @@ static Operation common_operation_of(int opcode, int oparg)
     case STORE_SUBSCR: DOES(DO_WRITE_ITEM, 0);
     case DELETE_SUBSCR: DOES(DO_DELETE_ITEM, 0);
     case BUILD_SLICE: DOES(DO_BUILD_SLICE, oparg);
-    case BINARY_OP:
+    case BINARY_OP: DOES(DO_BINARY, BINARY(oparg));
     case COMPARE_OP: DOES(DO_BINARY, 0);
     case CONTAINS_OP: DOES(DO_CONTAINS, 0);
     case IS_OP: DOES(DO_IS, 0);
     case UNARY_NOT: DOES(DO_TRUTH, 0);
     case UNARY_INVERT:
-    case LIST_EXTEND:
-    case SET_UPDATE:
+    case SET_UPDATE: DOES(DO_LOOK_INTO, 0);
+    case LIST_EXTEND: DOES(DO_COPY, 0);
     case DICT_MERGE:
-    case DICT_UPDATE: DOES(DO_LOOK_INTO, 0);
+    case DICT_UPDATE: DOES(DO_COPY, 1);
     case BUILD_SET: DOES(DO_LOOK_AT, oparg); /* they are hashed */
     case SET_ADD:
     case CHECK_EXC_MATCH:

@@ -38,7 +38,7 @@ enum {
     DO_READ_SLICE,       /* owner, start, stop */
     DO_WRITE_SLICE,      /* value, owner, start, stop */
     DO_BUILD_SLICE,      /* arg numbers */
-    DO_BINARY,           /* left, right */
+    DO_BINARY,           /* left, right; arg is BINARY(of the operation), 0 for a comparison */
     DO_COMPARE_TRUTH,    /* left, right: compares, and asks for the truth of what that gives */
     DO_CONTAINS,         /* element, container */
     DO_IS,               /* left, right */
@@ -46,6 +46,7 @@ enum {
     DO_LOOK_AT,          /* arg values, with all that is in them */
     DO_BUILD_MAP,        /* arg pairs of a key, which is hashed, and a value */
     DO_LOOK_INTO,        /* value: its elements */
+    DO_COPY,             /* value: its elements; if arg, the items of a dict, else the elements of a sequence */
     DO_LOOK_OVER,        /* value: its length or keys */
     DO_UNPACK,           /* value, into arg variables */
     DO_UNPACK_REST,      /* value, into variables and a list */
@@ -61,6 +62,8 @@ enum {
     DO_CALL_KEYWORDS,    /* the same, and the names of keywords on top */
     DO_CALL_EXPANDED     /* callable, positional, keywords if arg: `f(*a, **k)` */
 };
+
+#define BINARY(operation) ((operation) + 1)
 
 typedef struct {
     unsigned char does;

@@ -7,6 +7,31 @@ object. Most reads find nothing changed: see steady.c.  */
 
 #include "plan.h"
 
+/* An interrupt, or another exception that no code should keep, which came while Python code ran. */
+static _Thread_local PyObject *held_type, *held_value, *held_traceback;
+
+/* Forget the exception of a read or comparison: nothing is there, or it is another value. An interrupt is no
+   answer to that, and is raised when the read is over. */
+static void forget_error(void)
+{
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception) && held_type == NULL) {
+        PyErr_Fetch(&held_type, &held_value, &held_traceback);
+    }
+    PyErr_Clear();
+}
+
+/* Raise what was held. Steals `found`, which the read returns otherwise. */
+static PyObject *unless_held(PyObject *found)
+{
+    if (held_type == NULL) {
+        return found;
+    }
+    Py_XDECREF(found);
+    PyErr_Restore(held_type, held_value, held_traceback);
+    held_type = held_value = held_traceback = NULL;
+    return NULL;
+}
+
 /* Whether two values are the same to any code that computes with them: 0.0 is not -0.0, and 1 is not True. */
 static int is_same(PyObject *a, PyObject *b)
 {
@@ -48,7 +73,7 @@ static int is_same(PyObject *a, PyObject *b)
         Py_XDECREF(bytes);
         Py_XDECREF(others);
         if (same < 0) {
-            PyErr_Clear();
+            forget_error();
         }
         else {
             return same;
@@ -56,7 +81,7 @@ static int is_same(PyObject *a, PyObject *b)
     }
     int equal = PyObject_RichCompareBool(a, b, Py_EQ);
     if (equal < 0) { /* an object that can't be compared has changed */
-        PyErr_Clear();
+        forget_error();
         return 0;
     }
     return equal;
@@ -72,6 +97,25 @@ static int has_dict(PyObject *object, PyObject *dict)
     return there != NULL && *there == dict;
 }
 
+static PyObject *or_none(PyObject *value) { return Py_NewRef(value == NULL ? Py_None : value); }
+
+/* How an attribute is read. Those of functions not as attributes: hooks of `sys.addaudithook` would run. */
+static int how_to_get(PyObject *container, PyObject *key)
+{
+    if (PyFunction_Check(container) && PyUnicode_Check(key)) {
+        if (PyUnicode_CompareWithASCIIString(key, "__code__") == 0) {
+            return CODE;
+        }
+        if (PyUnicode_CompareWithASCIIString(key, "__defaults__") == 0) {
+            return DEFAULTS;
+        }
+        if (PyUnicode_CompareWithASCIIString(key, "__kwdefaults__") == 0) {
+            return KEYWORD_DEFAULTS;
+        }
+    }
+    return ATTRIBUTE;
+}
+
 /* The value of a place: a new reference, or NULL without an error if nothing is there. */
 static PyObject *get(const Row *row, PyObject *container)
 {
@@ -79,7 +123,7 @@ static PyObject *get(const Row *row, PyObject *container)
     case DICT_ITEM: {
         PyObject *value = PyDict_GetItemWithError(container, row->key);
         if (value == NULL) {
-            PyErr_Clear();
+            forget_error();
         }
         return Py_XNewRef(value);
     }
@@ -87,14 +131,14 @@ static PyObject *get(const Row *row, PyObject *container)
         if (PyDict_Check(container)) {
             PyObject *value = PyDict_GetItemWithError(container, row->key);
             if (value == NULL) {
-                PyErr_Clear();
+                forget_error();
             }
             return Py_XNewRef(value);
         }
         if (!PyLong_Check(row->key) || !(PyList_Check(container) || PyTuple_Check(container))) {
             PyObject *value = PyObject_GetItem(container, row->key); /* a deque */
             if (value == NULL) {
-                PyErr_Clear();
+                forget_error();
             }
             return value;
         }
@@ -110,7 +154,7 @@ static PyObject *get(const Row *row, PyObject *container)
     case SLOT: {
         PyObject *value = Py_TYPE(row->key)->tp_descr_get(row->key, container, (PyObject *)Py_TYPE(container));
         if (value == NULL) {
-            PyErr_Clear();
+            forget_error();
         }
         return value;
     }
@@ -118,15 +162,21 @@ static PyObject *get(const Row *row, PyObject *container)
         PyObject *dict = get_class_dict((PyTypeObject *)container);
         PyObject *value = Py_XNewRef(PyDict_GetItemWithError(dict, row->key));
         if (value == NULL) {
-            PyErr_Clear();
+            forget_error();
         }
         Py_DECREF(dict);
         return value;
     }
+    case CODE:
+        return Py_NewRef(PyFunction_GET_CODE(container));
+    case DEFAULTS:
+        return or_none(PyFunction_GET_DEFAULTS(container));
+    case KEYWORD_DEFAULTS:
+        return or_none(PyFunction_GET_KW_DEFAULTS(container));
     case ATTRIBUTE: {
         PyObject *value = PyObject_GetAttr(container, row->key);
         if (value == NULL) {
-            PyErr_Clear();
+            forget_error();
         }
         return value;
     }
@@ -137,7 +187,7 @@ static PyObject *get(const Row *row, PyObject *container)
         PyObject *value = is_leaf == Py_True ? PyObject_GetAttr(container, row->key) : Py_NewRef(Py_None);
         Py_XDECREF(is_leaf);
         if (value == NULL || is_leaf == NULL) {
-            PyErr_Clear();
+            forget_error();
         }
         return value;
     }
@@ -147,7 +197,7 @@ static PyObject *get(const Row *row, PyObject *container)
 #if PY_VERSION_HEX >= 0x030D0000
         PyObject *value = NULL;
         if (PyWeakref_GetRef(container, &value) < 0) {
-            PyErr_Clear();
+            forget_error();
         }
         return value == NULL ? Py_NewRef(Py_None) : value;
 #else
@@ -157,7 +207,7 @@ static PyObject *get(const Row *row, PyObject *container)
     case CONTEXT: {
         PyObject *value = NULL;
         if (PyContextVar_Get(container, NULL, &value) < 0) {
-            PyErr_Clear();
+            forget_error();
         }
         return value;
     }
@@ -174,7 +224,7 @@ static int has_keys(PyObject *value, PyObject *keys)
     if (PyODict_Check(value)) { /* its order is kept apart from the dict's */
         PyObject *now = PySequence_Tuple(value);
         int same = now != NULL && PyObject_RichCompareBool(now, keys, Py_EQ) == 1;
-        PyErr_Clear();
+        forget_error();
         Py_XDECREF(now);
         return same;
     }
@@ -265,13 +315,13 @@ static PyObject *read_plan(Plan *plan, PyObject *unused)
 {
     (void)unused;
     if (plan->is_busy) { /* by another thread, or by code that a comparison runs */
-        return read_all(plan);
+        return unless_held(read_all(plan));
     }
     if (plan->kept != NULL && read_remembered(plan)) {
-        return Py_NewRef(plan->outputs);
+        return unless_held(Py_NewRef(plan->outputs));
     }
     forget(plan);
-    return read_all(plan);
+    return held_type != NULL ? unless_held(NULL) : unless_held(read_all(plan));
 }
 
 static int traverse(Plan *plan, visitproc visit, void *arg)
@@ -387,6 +437,9 @@ static int initialize(Plan *plan, PyObject *args, PyObject *kwargs)
         if (PyErr_Occurred()) {
             return -1;
         }
+        if (row->get == ATTRIBUTE && row->parent < 0) {
+            row->get = how_to_get(container, key);
+        }
         row->container = Py_NewRef(container);
         /* A `__dict__` that a class makes up is none. */
         int is_made_up = row->get == TYPE_OF && row->container != NULL && !has_dict(row->container, key);
@@ -430,7 +483,7 @@ static PyObject *same(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO", &a, &b)) {
         return NULL;
     }
-    return PyBool_FromLong(is_same(a, b));
+    return unless_held(PyBool_FromLong(is_same(a, b)));
 }
 
 static PyObject *to_float32(PyObject *module, PyObject *number)

@@ -6,6 +6,8 @@
 
 /* How a row gets its value. Mirrored in capture/guards.py. */
 enum { DICT_ITEM, ITEM, CELL, SLOT, CLASS, ATTRIBUTE, OBJECT, WEAK, CONTEXT, TYPE_OF, GRAD, NO_GRAD };
+/* Attributes of functions, read without a word to hooks of `sys.addaudithook`. */
+enum { CODE = NO_GRAD + 1, DEFAULTS, KEYWORD_DEFAULTS };
 /* What it checks. */
 enum { ANY, IS, VALUE, HAS_TYPE, MISSING, SIZE, KEYS, SAME_AS, UNLIKE };
 

@@ -82,7 +82,7 @@ static int add_watches(Plan *plan, Read *reads, Py_ssize_t num_reads)
 static Py_ssize_t index_of(const Row *row)
 {
     Py_ssize_t index = PyLong_CheckExact(row->key) ? PyLong_AsSsize_t(row->key) : -1;
-    PyErr_Clear();
+    forget_error();
     return index;
 }
 
@@ -97,7 +97,7 @@ static int are_current(Plan *plan, PyObject **values)
                                  ? has_keys(watch->dict, plan->rows[~number].keys)
                                  : PyDict_GetItemWithError(watch->dict, plan->rows[number].key) == values[number];
             if (!is_current || PyErr_Occurred()) {
-                PyErr_Clear();
+                forget_error();
                 return 0;
             }
         }
@@ -198,7 +198,7 @@ static int replace_output(Plan *plan, Py_ssize_t output, PyObject *value)
     if (Py_REFCNT(plan->outputs) > 1) {
         PyObject *copy = PyList_GetSlice(plan->outputs, 0, PyList_GET_SIZE(plan->outputs));
         if (copy == NULL) {
-            PyErr_Clear();
+            forget_error();
             return 0;
         }
         Py_SETREF(plan->outputs, copy);
@@ -243,7 +243,7 @@ static int rows_still_fit(Plan *plan, Watch *watch)
         }
         PyObject *value = Py_XNewRef(PyDict_GetItemWithError(watch->dict, plan->rows[number].key));
         int fits_still = !PyErr_Occurred() && still_fits(plan, number, value);
-        PyErr_Clear();
+        forget_error();
         Py_XDECREF(value);
         if (!fits_still) {
             return 0;

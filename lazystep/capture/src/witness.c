@@ -143,7 +143,7 @@ enum {
     GETATTR,   /* getattr, hasattr */
     SETATTR,   /* setattr, delattr */
     TOLD,      /* the sink wants to know of each call */
-    SWAP_IT,   /* the sink has a function that follows numbers */
+    SWAP_IT,   /* the sink has a function that follows numbers, also those in a list */
     GETITEM,   /* dict.get, dict.setdefault, dict.__getitem__: one item */
     TYPE_OF,   /* type(x) */
     PASS,      /* as MOVE, but it looks at no more than the elements of a container */
@@ -152,7 +152,8 @@ enum {
     SORTING,   /* as MOVE, and compares or adds elements; may call an argument that is not the first */
     KINDS,     /* as IGNORE, but the second argument is a class or a tuple of classes, which is looked at */
     INDEXING,  /* as PASS, but an int among the arguments may be an index */
-    SEARCHING  /* as MOVE, but an int among the arguments may be an index */
+    SEARCHING, /* as MOVE, but an int among the arguments may be an index */
+    COPYING    /* as PASS, and makes a container of the elements: numbers in it are followed */
 };
 
 typedef struct {
@@ -554,6 +555,52 @@ static int look_into(PyObject **slot)
     return is_traced(*slot) ? pin(slot) : has_state(*slot) ? note_passed(*slot) : 0;
 }
 
+enum { MAX_FOLLOWED = 256 }; /* elements of a container: numbers in larger ones are compared */
+
+static int is_number(PyObject *value) { return PyFloat_CheckExact(value) || PyLong_CheckExact(value); }
+
+/* Whether there are numbers among the elements of a list, tuple or dict of others. */
+static int has_numbers_of_others(PyObject *value)
+{
+    if (find_outside(value) == NULL) {
+        return 0;
+    }
+    if (PyDict_CheckExact(value)) {
+        Py_ssize_t position = 0;
+        PyObject *key, *item;
+        int any = 0;
+        while (!any && PyDict_GET_SIZE(value) <= MAX_FOLLOWED && PyDict_Next(value, &position, &key, &item)) {
+            any = is_number(item);
+        }
+        return any;
+    }
+    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
+        return 0;
+    }
+    Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
+    for (Py_ssize_t i = 0; i < size && size <= MAX_FOLLOWED; i++) {
+        if (is_number(PySequence_Fast_GET_ITEM(value, i))) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* The elements are copied into another container. A container of traced numbers takes the place of the one that is
+   copied, and the copy has them, too. */
+static int look_into_copied(PyObject **slot)
+{
+    if (*slot == NULL || !has_numbers_of_others(*slot)) {
+        return look_into(slot);
+    }
+    PyObject *followed = tell("followed", Py_BuildValue("(O)", *slot));
+    if (followed == NULL) {
+        return -1;
+    }
+    put(slot, followed);
+    return 0;
+}
+
 /* ---- calls -------------------------------------------------------------------------------------------- */
 
 /* What identifies a callable: bound C methods are made anew for each call. */
@@ -720,12 +767,14 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
     case SWAP_IT: {
         int any = num_args == 0; /* a setting that the witness itself has changed, such as gc.get_threshold */
         for (Py_ssize_t i = 0; i < num_args; i++) {
-            any |= is_traced(args[i]);
-        }
-        for (Py_ssize_t i = 0; i < num_args && !any; i++) {
-            if (has_state(args[i]) && note_moved(args[i]) < 0) { /* an array of one number, say */
-                return -1;
+            if (has_state(args[i])) { /* an array of one number, or what `sum` adds */
+                int is_sequence = PyList_CheckExact(args[i]) || PyTuple_CheckExact(args[i]);
+                any |= holds_others(args[i]) || PyGen_Check(args[i]);
+                if ((is_sequence ? look_into_copied(&args[i]) : note_moved(args[i])) < 0) {
+                    return -1;
+                }
             }
+            any |= is_traced(args[i]);
         }
         level->keeps = !any; /* what `__float__` returns */
         if (any) {
@@ -792,6 +841,15 @@ static int on_c_call(Level *level, PyObject **callable, PyObject **args, Py_ssiz
         }
         kind = kind == INDEXING ? PASS : MOVE;
     }
+    if (kind == COPYING) {
+        for (Py_ssize_t i = 0; i < num_args; i++) {
+            int is_same = PyTuple_CheckExact(args[i]) && *callable == (PyObject *)&PyTuple_Type; /* no copy is made */
+            if (!is_same && !is_traced(args[i]) && look_into_copied(&args[i]) < 0) {
+                return -1;
+            }
+        }
+        kind = PASS;
+    }
     level->keeps = kind != PASS && !is_calling; /* what methods return to C code, such as `__len__`, is a plain number */
     if (self != NULL && (kind == MOVE ? note_moved(self) : kind == PASS   ? note_passed(self)
                          : kind == SIZE ? note_sized(self)
@@ -851,7 +909,8 @@ static int on_call_ex(Level *level, PyObject **callable, PyObject **positional, 
 {
     PyObject *function = *callable;
     if (!PyTuple_Check(*positional) || runs_python(function)) {
-        if (find_outside(*positional) != NULL && note_whole(*positional) < 0) {
+        if (find_outside(*positional) != NULL &&
+            (PyTuple_Check(*positional) ? look_into_copied(positional) : note_whole(*positional)) < 0) {
             return -1;
         }
         if (keywords != NULL && find_outside(*keywords) != NULL && note_whole(*keywords) < 0) {
@@ -1057,6 +1116,23 @@ static int read_attribute(Level *level, PyObject **slot, PyObject *name, int kin
     return 0;
 }
 
+/* Elements of a list or tuple are copied, or more than that of anything else. */
+static int read_slice(PyObject **slot, PyObject *slice)
+{
+    PyObject *owner = *slot;
+    if (!PyList_CheckExact(owner) && !PyTuple_CheckExact(owner)) {
+        return note_whole(owner);
+    }
+    Py_ssize_t size = PySequence_Fast_GET_SIZE(owner), start, stop, step;
+    if (PySlice_Unpack(slice, &start, &stop, &step) < 0) {
+        PyErr_Clear(); /* the instruction raises it */
+        return note_whole(owner);
+    }
+    Py_ssize_t num_taken = PySlice_AdjustIndices(size, &start, &stop, step);
+    int is_same = PyTuple_CheckExact(owner) && num_taken == size && step == 1; /* no copy is made */
+    return is_same ? look_into(slot) : look_into_copied(slot);
+}
+
 static int read_item(Level *level, PyObject **slot, PyObject **key)
 {
     PyObject *owner = *slot;
@@ -1074,10 +1150,41 @@ static int read_item(Level *level, PyObject **slot, PyObject **key)
     if ((PyDict_Check(owner) || PyList_Check(owner) || PyTuple_Check(owner)) && !PySlice_Check(*key)) {
         return read_place(level, ITEM, owner, *key);
     }
-    return note_whole(owner);
+    return PySlice_Check(*key) ? read_slice(slot, *key) : note_whole(owner);
 }
 
-static int on_binary(PyObject **left, PyObject **right)
+/* A dict takes the items of another one: `left |= right`. */
+static int on_update(PyObject *left, PyObject **right)
+{
+    if (look_into_copied(right) < 0) {
+        return -1;
+    }
+    PyObject *items = PyDict_Items(*right);
+    int done = items == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; done == 0 && i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i);
+        done = note_write(ITEM, left, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1));
+    }
+    Py_XDECREF(items);
+    return done;
+}
+
+/* Whether an operation makes a container of the elements of two others, such as `a + b` of two lists. */
+static int is_joining(PyObject *left, PyObject *right, int operation)
+{
+    if (operation == BINARY(NB_OR)) {
+        return PyDict_CheckExact(left) && PyDict_CheckExact(right);
+    }
+    if (PyList_CheckExact(left) && PyList_CheckExact(right)) {
+        return operation == BINARY(NB_ADD);
+    }
+    /* Not with an empty tuple, which makes no copy of the other one. */
+    return (operation == BINARY(NB_ADD) || operation == BINARY(NB_INPLACE_ADD)) && PyTuple_CheckExact(left) &&
+           PyTuple_CheckExact(right) && PyTuple_GET_SIZE(left) && PyTuple_GET_SIZE(right);
+}
+
+/* `operation`: see DO_BINARY. */
+static int on_binary(PyObject **left, PyObject **right, int operation)
 {
     int is_left = is_traced(*left), is_right = is_traced(*right);
     if (is_left || is_right) {
@@ -1101,6 +1208,12 @@ static int on_binary(PyObject **left, PyObject **right)
         }
         return 0;
     }
+    if (operation == BINARY(NB_INPLACE_OR) && PyDict_CheckExact(*left) && PyDict_CheckExact(*right)) {
+        return on_update(*left, right);
+    }
+    if (is_joining(*left, *right, operation)) {
+        return look_into_copied(left) < 0 ? -1 : look_into_copied(right);
+    }
     if (look_at(left) < 0 || look_at(right) < 0) {
         return -1;
     }
@@ -1111,6 +1224,46 @@ static int on_binary(PyObject **left, PyObject **right)
         return 0;
     }
     return pin_inside(is_container[0] ? *left : *right);
+}
+
+/* Whether C code alone finds out if a number is in a container, with numbers, texts and None to compare with. */
+static int has_plain_elements(PyObject *container)
+{
+    static PyObject *name;
+    if (name == NULL && (name = PyUnicode_InternFromString("__contains__")) == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    int is_dict = PyDict_Check(container) &&
+                  _PyType_Lookup(Py_TYPE(container), name) == _PyType_Lookup(&PyDict_Type, name);
+    if (!is_dict && !PyList_CheckExact(container) && !PyTuple_CheckExact(container) &&
+        !PyAnySet_CheckExact(container)) {
+        return 0;
+    }
+    PyObject *elements = PyObject_Size(container) > MAX_FOLLOWED ? NULL : PySequence_List(container);
+    int is_plain = elements != NULL;
+    for (Py_ssize_t i = 0; is_plain && i < PyList_GET_SIZE(elements); i++) {
+        PyObject *element = PyList_GET_ITEM(elements, i);
+        is_plain = is_number(element) || is_traced(element) || PyBool_Check(element) || PyUnicode_CheckExact(element) || element == Py_None;
+    }
+    Py_XDECREF(elements);
+    PyErr_Clear();
+    return is_plain;
+}
+
+/* Whether a traced number is in a container: it is compared with each element, so that it may change. */
+static int find_number(PyObject **number, PyObject *container)
+{
+    int done = PyDict_Check(container) ? note_sized(container) : note_moved(container);
+    if (done < 0) {
+        return -1;
+    }
+    PyObject *plain = tell("sought", Py_BuildValue("(OO)", *number, container));
+    if (plain == NULL) {
+        return -1;
+    }
+    put(number, plain);
+    return 0;
 }
 
 static int on_truth(Level *level, PyObject **slot)
@@ -1232,6 +1385,12 @@ static int on_operation(Level *level, const Operation *operation)
         if (PyObject_TypeCheck(owner, state.tensor)) {
             return 0; /* an op */
         }
+        if (does == DO_READ_SLICE && find_outside(owner) != NULL) {
+            PyObject *slice = PySlice_New(top[-2], top[-1], NULL);
+            int done = slice == NULL ? -1 : read_slice(&top[-3], slice);
+            Py_XDECREF(slice);
+            return done;
+        }
         if (does == DO_WRITE_SLICE && (pin(&top[-4]) < 0 || (!holds_others(owner) && pin_inside(top[-4]) < 0))) {
             return -1;
         }
@@ -1239,11 +1398,14 @@ static int on_operation(Level *level, const Operation *operation)
     }
     case DO_COMPARE_TRUTH:
         level->keeps = 1; /* what `__lt__` returns is asked for its truth */
-        return on_binary(&top[-2], &top[-1]);
+        return on_binary(&top[-2], &top[-1], arg);
     case DO_BINARY:
-        return on_binary(&top[-2], &top[-1]);
+        return on_binary(&top[-2], &top[-1], arg);
     case DO_CONTAINS:
         level->keeps = 1;
+        if (is_traced(top[-2]) && has_plain_elements(top[-1])) {
+            return find_number(&top[-2], top[-1]);
+        }
         if (look_at(&top[-2]) < 0) {
             return -1;
         }
@@ -1313,9 +1475,11 @@ static int on_operation(Level *level, const Operation *operation)
         if (PyIter_Check(top[-1]) && take_from(top[-1]) < 0) {
             return -1;
         }
-        return look_into(&top[-1]);
+        return PyDict_Check(top[-1]) ? look_into(&top[-1]) : look_into_copied(&top[-1]);
     case DO_LOOK_INTO:
         return look_into(&top[-1]);
+    case DO_COPY:
+        return PyDict_Check(top[-1]) == arg ? look_into_copied(&top[-1]) : look_into(&top[-1]);
     case DO_LOOK_OVER:
         return look_over(&top[-1]);
     case DO_ITERATE:
