@@ -431,6 +431,7 @@ def in_the_chain(world: World) -> Iterator[tuple[Any, Any, Any, int]]:
     All ranks leave the loop after the same step.
     """
     chain = runtime.executor._chain
+    runtime.programs.clear()  # a test before may have given up the library of the same program
     with config.override(tier="auto", build_after=BUILD_AFTER, wait_timeout=60.0):
         train, ddp = captured_step(world)
         for number in range(STEADY_AT):
