@@ -408,6 +408,7 @@ class Builder:
     def _start(self, cache: LibraryCache) -> subprocess.Popen[bytes]:
         if self._num_crashes >= _MAX_CRASHES:
             raise BuildError("crash", f"the builder process has died {self._num_crashes} times")
+        self._kill()  # one that has died still has its pipes
         environ = dict(os.environ)
         # A separate cache: entries of other users of Inductor must not get in, and ours must not get out.
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.root / "inductor")
@@ -423,7 +424,7 @@ class Builder:
             raise CacheError(f"the directory of headers can't be used: {error}") from error
         self._has_prepared = True  # or not needed any more
         try:
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -436,7 +437,8 @@ class Builder:
         metrics.count("builder_starts")
         if self._closed:  # closed while the process was starting
             self._kill()
-        return self._process
+            raise BuildError("closed", "building has been stopped")
+        return process
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
         assert process.stdout is not None

@@ -76,6 +76,28 @@ def test_process_is_prepared_at_the_first_op_if_there_is_no_library_at_all(
     wait_until(lambda: asked() == ["prepare"])
 
 
+@pytest.mark.filterwarnings("ignore:.*a stub:lazystep.LazyStepWarning")
+def test_a_process_that_has_died_leaves_no_open_pipes(
+    asked: Callable[[], list[str]], runtime: Any, own_builder: builder_module.Builder
+) -> None:
+    runtime.on_first_op()
+    wait_until(lambda: asked() == ["prepare"])
+    died = own_builder._process
+    assert died is not None
+    died.kill()
+    died.wait(60)
+    lazy = X.to("lazy")
+    for _ in range(3):
+        square_sum(lazy)
+        lazystep.mark_step(wait=True)
+    wait_until(lambda: asked() == ["prepare", "build"])
+    assert died.stdin is not None
+    assert died.stdout is not None
+    assert died.stdin.closed
+    assert died.stdout.closed
+    assert count("builder_starts") == 2
+
+
 def test_no_process_for_a_first_op_while_there_are_libraries(
     asked: Callable[[], list[str]], runtime: Any, own_builder: builder_module.Builder
 ) -> None:
