@@ -469,9 +469,13 @@ def described(error: Exception) -> str:
 
 
 def reason_of(explanation: str) -> str:
-    """The reasons in the text of `explain()`, without advice."""
-    found = re.findall(r"^ +(?:not replayed|recorded, not captured): ([^\n]*)", explanation, re.MULTILINE)
-    return ", and ".join(dict.fromkeys(map(shortened, found))) or "no reason is given"
+    """The reasons in the text of `explain()`, without advice: why not at all, else why not always."""
+    for kinds in ("not replayed|recorded, not captured", "captured anew", "recorded, not captured yet"):
+        found = re.findall(rf"^ +(?:{kinds}): ([^\n]*)", explanation, re.MULTILINE)
+        reasons = dict.fromkeys(shortened(one) for one in found if "this was the first" not in one)
+        if reasons:
+            return ", and ".join(reasons)
+    return "no reason is given"
 
 
 def shortened(text: str) -> str:
