@@ -16,22 +16,12 @@ from torch import nn
 import lazystep
 
 from ..conformance.compare import tree_difference
+from .cases import CapturedCases
 
 BF16, F16 = torch.bfloat16, torch.float16
 INF = float("inf")
-# A device and a decorator of the step to what came out, and the step.
-Case = Callable[[str, Callable[[Any], Any]], tuple[Any, Any]]
-CASES: dict[str, tuple[Case, int]] = {}
-
-
-def case(num_replayed: int) -> Callable[[Case], Case]:
-    """`num_replayed`: how many calls are replayed at least."""
-
-    def register(function: Case) -> Case:
-        CASES[function.__name__] = function, num_replayed
-        return function
-
-    return register
+# Each takes a device and a decorator of the step, and returns what came out, and the step.
+case = CapturedCases()
 
 
 def net(d: str) -> nn.Sequential:
@@ -260,9 +250,9 @@ def two_optimizers_and_one_scaler(d: str, decorate: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*recorded in each call", "ignore:.*it waits for a value")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", case)
 def test_captured_step_equals_eager_bitwise(name: str) -> None:
-    run, num_replayed = CASES[name]
+    run, num_replayed = case[name]
     want, _ = run("cpu", lambda step: step)
     got, step = run("lazy", lambda step: lazystep.step(step, audit_every=0))
     assert tree_difference(want, got) is None

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lazystep
 
 from ..conformance.compare import tree_difference
+from .cases import CapturedCases
 
 BF16, F16 = torch.bfloat16, torch.float16
 INF = float("inf")
@@ -57,18 +58,7 @@ class Setting:
         return results, tensors, state, self.scaler.state_dict(), self.beside
 
 
-Case = Callable[[Setting], Any]
-CASES: dict[str, tuple[Case, int]] = {}
-
-
-def case(num_replayed: int) -> Callable[[Case], Case]:
-    """`num_replayed`: how many of the calls are replayed at least if the step is captured."""
-
-    def register(function: Case) -> Case:
-        CASES[function.__name__] = function, num_replayed
-        return function
-
-    return register
+case = CapturedCases()
 
 
 # -- blocks that are entered in hooks and generators -----------------------------------------------------
@@ -409,9 +399,9 @@ def plain(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.filterwarnings("ignore:.*recorded in each call", "ignore:.*it waits for a value")
 @pytest.mark.parametrize("captured", [False, True], ids=["plain", "captured"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", case)
 def test_step_equals_eager_bitwise(name: str, captured: bool) -> None:
-    run, num_replayed = CASES[name]
+    run, num_replayed = case[name]
     want = run(Setting("cpu", lambda step: step))
     setting = Setting("lazy", (lambda step: lazystep.step(step, audit_every=0)) if captured else plain)
     got = run(setting)
