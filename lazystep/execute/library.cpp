@@ -36,6 +36,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           py::arg("arguments"));
   module.def("flushes_denormals", &lazystep::flushes_denormals);
+  module.def("call_c", [](uintptr_t function, int number) {
+    return reinterpret_cast<int (*)(int)>(function)(number);
+  }, py::arg("function"), py::arg("number"));
   module.def("prepare_exit", &lazystep::prepare_exit, py::arg("is_busy"));
   module.def("operation", &lazystep::operation, py::arg("name"), py::arg("overload"));
   py::class_<lazystep::Bell>(module, "Bell", py::module_local())

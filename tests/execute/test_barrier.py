@@ -30,6 +30,18 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 
 gated.register_fake(lambda x: torch.empty_like(x))
+tickets = threading.Semaphore(0)
+
+
+@torch.library.custom_op("lazystep_tests::ticketed", mutates_args=())
+def ticketed(x: torch.Tensor) -> torch.Tensor:
+    """Waits on the executor thread until the test gives it a ticket."""
+    entered.set()
+    assert tickets.acquire(timeout=30), "the test never gave a ticket"
+    return x + 1
+
+
+ticketed.register_fake(lambda x: torch.empty_like(x))
 
 
 @pytest.fixture
@@ -90,6 +102,35 @@ def test_steps_in_flight_are_bounded(closed_gate: threading.Event) -> None:
     assert x.item() == 4.0
     assert y.item() == 2.0
     assert count("seconds_waiting") > 0
+
+
+def test_thread_that_waits_for_a_place_wakes_for_two_steps(runtime: Any) -> None:
+    """It finds its caches cold, so it does not wake for each step that ends."""
+    entered.clear()
+    in_flight: list[int] = []
+
+    def train() -> None:
+        lazystep.mark_step()
+        in_flight.append(runtime.executor.num_in_flight)
+
+    with config.override(max_in_flight=4):
+        x = torch.ones(1, device="lazy")
+        for _ in range(4):
+            x = ticketed(x)
+            lazystep.mark_step()
+        x = x + 1
+        blocked = threading.Thread(target=train)
+        blocked.start()
+        for _ in range(2):  # while four steps are in flight, and three
+            assert entered.wait(30)
+            blocked.join(0.2)
+            assert blocked.is_alive()
+            entered.clear()
+            tickets.release()
+        blocked.join(30)
+        assert in_flight == [3]
+        tickets.release(2)
+    assert x.item() == 6.0
 
 
 def make_loop() -> tuple[nn.Module, torch.optim.Optimizer]:
