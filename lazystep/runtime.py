@@ -32,7 +32,7 @@ from .record._recorder import Binding, Cut, Layout, State
 from .record.assemble import assemble
 from .record.handle import Handle, Handles
 from .record.recorder import Recorder
-from .record.written import WrittenMemory, find_error
+from .record.written import WrittenMemory, find_error, find_unreported
 from .step_closures import DeviceContext, get_device_context, report_at_exit
 from .tiers.history import History
 from .tiers.program_cache import ProgramCache, Variant
@@ -206,7 +206,8 @@ class Runtime:
         """Run what is recorded if one of these values depends on it, and wait for the values.
 
         Waits for the steps that make or write them, not for the steps queued behind those.
-        Raises the error of a step that failed to make them or left them half updated.
+        Raises the error of a step that failed to make them or left them half updated. A step that failed
+        before it wrote them has left them as they were: that is raised once, here or at a barrier.
         """
         self.recorder.check_fork()
         with self.recorder.lock:
@@ -219,7 +220,7 @@ class Runtime:
                 if run is not None:
                     run.wait()
         metrics.add_seconds("waiting", time.perf_counter() - start)
-        error = find_error(handles)
+        error = find_error(handles) or find_unreported(handles)
         if error is not None:
             raise report(error)
 

@@ -10,6 +10,7 @@ whose places were all known before it began (`is_complete`) can be captured.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,7 @@ class RecordedCall:
         self._is_cut_elsewhere = False
         # Why this call can't be compared with others. Unlike `reason`, it says nothing of the next call.
         self.disturbance = ""
+        self.has_imported = False  # a module for the first time, which no later call does again
         self._phase = _Phase.BEFORE
         self.draws: list[Draw] = []
         self.lasting = LastingReads(new_arguments)
@@ -152,6 +154,7 @@ class RecordedCall:
             else leaf
             for number, leaf in enumerate(self.leaves)
         ]
+        num_modules = len(sys.modules)
         waits_before = {(reason, line): count for reason, line, count in metrics.synchronizations()}
         self._random.begin()
         try:
@@ -160,6 +163,7 @@ class RecordedCall:
         except BaseException:
             runtime.flush()  # what is recorded has tags in it, and only this object knows the numbers
             raise
+        self.has_imported = len(sys.modules) > num_modules
         for reason, line, count in metrics.synchronizations():
             if count > waits_before.get((reason, line), 0):
                 way_out = "read it after the call, or in a closure"

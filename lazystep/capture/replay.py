@@ -386,17 +386,17 @@ class Replay:
 
     # -- audits ---------------------------------------------------------------------------------------
 
-    def predict(self, leaves: Sequence[Any], values: Sequence[Any]) -> list[Any] | str:
-        """The scalars that a replay would use, without advancing any count; or why a replay would refuse."""
+    def predict(self, leaves: list[Any], values: list[Any]) -> list[Any] | None:
+        """The scalars that a replay would use, without advancing any count; None if `run` would refuse."""
+        if self._given(leaves, values) is None:
+            return None
         before = self._numbers.counts()
         try:
             numbers = self._numbers.evaluate(leaves, values)
-            refusal = "a comparison of numbers comes out differently, or equal step counts have diverged"
-        except (ArithmeticError, ValueError) as error:
+        except (ArithmeticError, ValueError):
             numbers = None
-            refusal = f"arithmetic on its numbers fails ({type(error).__name__}: {error})"
         self._numbers.restore(before)
-        return refusal if numbers is None else [numbers[slot] for slot in self._slots]
+        return None if numbers is None else [numbers[slot] for slot in self._slots]
 
     def confirm(self, call: RecordedCall) -> str:
         """How the constants of the next call differ from those of the captured one; empty if they don't."""
@@ -438,11 +438,9 @@ class Replay:
         """
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
-        given = self._state.given(values, leaves) if self._is_plain else None
+        given = self._given(leaves, values)
         if given is None:
-            given = self._look_closely(leaves, values)
-            if given is None:
-                return False, None
+            return False, None
         made: Context | None = None
         while made is None:
             # From the first count that advances to the last place that is rebound: no half step is left.
@@ -516,12 +514,16 @@ class Replay:
         for place, value in new:
             place.set(value)
 
-    def _look_closely(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
+    def _given(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
         """The handles of arguments, with their positions; None if types or memory sharing have changed.
 
-        Then `_state` has those of all other inputs except fresh ones. Only needed if the state is not that of
-        the last replay, or inputs share memory.
+        Then `_state` has those of all other inputs except fresh ones.
         """
+        given = self._state.given(values, leaves) if self._is_plain else None
+        return self._look_closely(leaves, values) if given is None else given
+
+    def _look_closely(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
+        """As above, if the state is not that of the last replay, or inputs share memory."""
         handles = self._read_state([values[number] for number in self._tensors])
         if handles is None:
             return None  # a place holds no lazy tensor, or one of another type

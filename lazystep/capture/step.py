@@ -76,6 +76,7 @@ class _Captures:
         self.num_disturbed = 0  # recordings in a row during which another thread recorded
         self.num_unsettled = 0  # recordings in a row that could neither be captured nor refused
         self.num_refused = 0  # recordings in a row that were refused
+        self.num_imports = 0  # recordings that imported modules, and were not captured for some reason
         self.num_to_skip = 0  # calls that are recorded without a witness
         self.needed_new_argument = False  # the last witnessed call: see `LastingReads`
         self._last_arguments: list[Callable[[], Handle | None]] = []  # of the last witnessed call
@@ -182,9 +183,12 @@ class Step(Generic[P, R]):
             if values is None or (replay.lasting and replay.changed_value(leaves, values)):
                 continue
             if self._is_audit_due(replay):
+                predicted = replay.predict(leaves, values)
+                if predicted is None:
+                    continue  # this call is not one for the capture, so that it can't tell of it
                 moved = MovedArguments(args, kwargs, leaves, structure)
                 given = GivenContainers(args, kwargs)
-                result = self._audit(captures, replay, values, leaves, structure, given, lazy_context)
+                result = self._audit(captures, replay, predicted, leaves, structure, given, lazy_context)
                 break
             is_done, result = replay.run(leaves, values, lazy_context)
             if is_done:
@@ -258,8 +262,11 @@ class Step(Generic[P, R]):
             captures.recent.clear()
             # A first call may fill caches and create state. A side effect that also happens in the second
             # call happens in every call.
-            may_come_again = call.lasting.needs_new_argument and not captures.needed_new_argument
-            if captures.has_recorded and not may_come_again:
+            needs_another = call.lasting.needs_new_argument and not captures.needed_new_argument
+            if call.has_imported:
+                captures.num_imports += 1
+                needs_another |= captures.num_imports < _MAX_CHANGES
+            if captures.has_recorded and not needs_another:
                 self._refuse(captures, call.reason)
             elif captures.has_recorded:
                 self._note(f"recorded, not captured yet: {call.reason}")
@@ -443,14 +450,16 @@ class Step(Generic[P, R]):
         self,
         captures: _Captures,
         replay: Replay,
-        values: list[Any],
+        predicted: list[Any],
         leaves: list[Any],
         structure: Structure,
         given: GivenContainers,
         context: DeviceContext,
     ) -> R:
-        """Record the call, which always gives the right result, and compare it with the replay."""
-        predicted = replay.predict(leaves, values)
+        """Record the call, which always gives the right result, and compare it with the replay.
+
+        `predicted`: the numbers that the replay would have used.
+        """
         start = time.perf_counter()
         # Whatever it reads is right in this call; `changed_value` has looked whether a replay may rest on it.
         call = self._record_once(leaves, structure, given, context, is_witnessed=False, new_arguments=())
@@ -558,7 +567,7 @@ def _agree(earlier: RecordedCall, call: RecordedCall) -> bool:
     )
 
 
-def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] | str) -> str:
+def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any]) -> str:
     if call.reason:
         return call.reason
     assert call.program is not None
@@ -568,8 +577,6 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any] |
     if call.rewinds != replay.rewinds:
         return "it goes back to another state of a random generator"
     actual = [value for value, _ in call.scalars]
-    if isinstance(predicted, str):
-        return predicted
     used = replay.variant.executable.program.used_slots()
     for slot in sorted(used):
         if not is_same(predicted[slot], actual[slot]):

@@ -30,7 +30,7 @@ from ..record.handle import Handle
 from ..record.recorder import Recorder
 from ..record.source import user_line, user_source
 from ..record.tensor import find_handle, is_lazy
-from . import collectives, copies, draws  # noqa: F401 - their handlers
+from . import collectives, copies, drawn_by_value, draws  # noqa: F401 - their handlers
 from .cpu_branch import KERNELS, TAKEN_APART, run_composite, run_explicit_composite
 from .draws import draw
 from .facade import FACADE_KERNELS

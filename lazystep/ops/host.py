@@ -15,7 +15,7 @@ from ..record import observer
 from ..record.handle import HostWrite, Memory, adopt_host_tensor
 from ..record.recorder import Recorder
 from ..record.snapshot import preserve_snapshots
-from ..record.source import user_line
+from ..record.source import is_in_distributions, user_line
 from ..record.tensor import handle_of, is_lazy, wrap
 from .sparse import retype_any, wrap_any
 
@@ -45,6 +45,10 @@ def run_on_host(
             with eager_dispatch():
                 return _Results(func, [], writes).to_lazy(_call(func, args, kwargs, lambda t: known[id(t)]))
     if lazy:
+        if is_in_distributions():
+            reason += (
+                " in torch.distributions, which checks what it gets unless it is told validate_args=False"
+            )
         metrics.count_synchronization(reason, user_line())
         if writes:
             recorder.barrier.synchronize_all()

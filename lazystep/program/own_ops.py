@@ -17,6 +17,7 @@ _library.define(
     "bool has_biases, bool bidirectional, bool batch_first, bool train) -> (Tensor, Tensor, Tensor)"
 )
 _library.define("histc_of_integers(Tensor self, int bins=100, Scalar min=0, Scalar max=0) -> Tensor")
+_library.define("checked(Tensor self, Tensor is_right, str message) -> Tensor")
 # oneDNN's LSTM layer in libraries: see `LSTM_LAYERS`.
 _library.define(
     "lstm_layer(Tensor input, Tensor weight0, Tensor weight1, Tensor weight2, Tensor weight3, "
@@ -77,6 +78,12 @@ def _histc_of_integers(self: torch.Tensor, bins: int = 100, min: Any = 0, max: A
     return counts.to(self.dtype)
 
 
+def _checked(self: torch.Tensor, is_right: torch.Tensor, message: str) -> torch.Tensor:
+    if not is_right:
+        raise RuntimeError(message)
+    return self.clone()
+
+
 def _updated(written: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in written]
 
@@ -88,6 +95,8 @@ _library.impl("lstm_layer", _lstm_layer, "CPU")
 _library.impl("lstm_layer", _lstm_layer_types, "Meta")
 _library.impl("lstm_layer_backward", _lstm_layer_backward, "CPU")
 _library.impl("lstm_layer_backward", _lstm_layer_backward_types, "Meta")
+_library.impl("checked", _checked, "CPU")
+_library.impl("checked", lambda self, is_right, message: self.clone(), "Meta")
 _library.impl("histc_of_integers", _histc_of_integers, "CompositeImplicitAutograd")
 
 # oneDNN's LSTM layer as it runs under `torch.no_grad()`: another kernel, without a workspace for backward.
@@ -109,3 +118,6 @@ LSTM_LAYERS = {
 # `histc` of integers, which CUDA has and the CPU has not. Third-party code calls it on every device that is
 # not the CPU. Counts what eager counts with floats, and returns the data type that CUDA returns.
 HISTC_OF_INTEGERS = torch.ops.lazystep.histc_of_integers.default
+
+# A copy of a tensor, or an error with this text: for what eager finds out about values before it computes.
+CHECKED = torch.ops.lazystep.checked.default

@@ -15,6 +15,7 @@ _PACKAGES = tuple(
     os.path.join(os.path.dirname(os.path.abspath(path)), "")
     for path in (torch.__file__, os.path.dirname(__file__))
 )
+_DISTRIBUTIONS = os.path.join(_PACKAGES[0], "distributions", "")
 # Folders inside the package whose code is the user's, see `count_as_user_code`.
 _users: list[str] = []
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
@@ -67,3 +68,13 @@ def user_line(depth: int = 1) -> str:
     """`file:line in function` of the user's line, for messages and counters."""
     source = user_source(depth + 1)
     return str(source) if source is not None else "an unknown line"
+
+
+def is_in_distributions() -> bool:
+    """Whether the user's line came here through torch.distributions, which looks at values."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_internal.get(frame.f_code, True):
+        if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+            return True
+        frame = frame.f_back
+    return False

@@ -49,3 +49,12 @@ def find_error(handles: Iterable[Handle]) -> LazyStepError | None:
         if handle.tensor is None and handle.run is not None and handle.run.error is not None:
             return handle.run.error
     return None
+
+
+def find_unreported(handles: Iterable[Handle]) -> LazyStepError | None:
+    """The failure of a step that was to write one of these values, if nobody has been told of it yet."""
+    for handle in handles:
+        run = handle.memory.run
+        if run is not None and run.error is not None and not run.error.is_reported:
+            return run.error
+    return None

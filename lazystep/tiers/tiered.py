@@ -36,6 +36,7 @@ from ..execute.thread_choice import ThreadChoice
 from ..notices import notice
 from ..openmp import sleeping_barriers
 from ..program.collectives import is_effect, launches_of
+from ..program.own_ops import CHECKED
 from ..program.program import Number, Program
 from ..program.signature import NotCallableError, Signature, signature_of
 from ..program.updates import UPDATE
@@ -607,7 +608,7 @@ def _count_refusal(kind: str) -> None:
 def _first_foreign_op(program: Program) -> str:
     """The first op that the builder does not know, if there is one: neither torch's nor ours."""
     for instruction in program.instructions:
-        is_known = instruction.is_torchs or is_effect(instruction) or instruction.op == UPDATE
+        is_known = instruction.is_torchs or is_effect(instruction) or instruction.op in (UPDATE, str(CHECKED))
         if not is_known:
             return instruction.op
     return ""

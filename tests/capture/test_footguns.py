@@ -6,6 +6,7 @@ import copy
 import os
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import lazystep
-from tests.helpers import descend
+from tests.helpers import count, descend, run_python
 
 from .common import NUM_CALLS, captured
 
@@ -362,6 +363,65 @@ def test_audit_finds_what_python_does_differently() -> None:
     assert "does something else than when it was captured" in scaled.explain()
 
 
+def accumulating(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    model, number = nn.Linear(4, 1).to(device), [0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def accumulate(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        number[0] += 1
+        if number[0] % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return accumulate
+
+
+@pytest.mark.parametrize("audit_every", [None, 1, 2])
+def test_call_that_a_capture_would_refuse_is_no_fault_of_the_capture(audit_every: int | None) -> None:
+    """An audit was due in a call with an update, and found that the capture of those without was wrong."""
+    plain = accumulating("cpu")
+    step = lazystep.step(audit_every=audit_every)(accumulating("lazy"))
+    for x in torch.randn(60, 2, 4):
+        assert step(x.to("lazy")).item() == plain(x).item()
+    assert count("captures_outdated") == 0
+    if audit_every != 1:
+        assert step.num_replayed >= 20, step.explain()
+
+
+def test_module_that_a_later_call_imports_first_is_no_reason_to_refuse() -> None:
+    """As optimizers of torch do in their first step, which under accumulation is not the first call."""
+    done = run_python("-c", IMPORTS_LATE)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 12
+
+
+IMPORTS_LATE = """
+import torch, lazystep
+model = torch.nn.Linear(4, 1).to("lazy")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+number = [0]
+
+@lazystep.step(fullgraph=True)
+def accumulate(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    number[0] += 1
+    if number[0] % 3 == 0:
+        import sched, colorsys  # one that nobody else has imported
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+for _ in range(40):
+    accumulate(torch.randn(2, 4).to("lazy"))
+print(accumulate.num_replayed)
+"""
+
+
 def test_scheduler_inside_is_noticed() -> None:
     """It may be replayed or refused. It is never frozen."""
     weight = nn.Parameter(torch.zeros(1).to("lazy"))
@@ -447,6 +507,7 @@ def test_wait_that_times_out_loses_nothing(runtime: Any) -> None:
     stream = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(runtime.executor), "has_room", lambda self: False)
+        patch.setattr(type(runtime.executor), "num_in_flight", lazystep.config.settings.max_in_flight)
         with lazystep.config.override(wait_timeout=0.01), pytest.raises(lazystep.WaitTimeoutError):
             train(torch.ones(1, 2))
     assert [state["step"].item() for state in optimizer.state.values()] == counts

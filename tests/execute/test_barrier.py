@@ -133,6 +133,17 @@ def test_thread_that_waits_for_a_place_wakes_for_two_steps(runtime: Any) -> None
     assert x.item() == 6.0
 
 
+def test_read_of_what_a_failed_step_did_not_write_tells_of_the_failure_once() -> None:
+    x = torch.zeros(3, device="lazy")
+    lazystep.mark_step()
+    x.add_(torch.bernoulli(torch.full((3,), 2.0, device="lazy")))  # fails before it writes
+    lazystep.mark_step()
+    with pytest.raises(lazystep.StepError, match="p_in"):
+        x.tolist()
+    assert x.tolist() == [0.0, 0.0, 0.0]
+    lazystep.mark_step()
+
+
 def make_loop() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)).to("lazy")
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
