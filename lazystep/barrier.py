@@ -12,8 +12,8 @@ def mark_step(device: str = "", wait: bool = False) -> None:
     """End the step: queue everything recorded since the last barrier as one program.
 
     Returns as soon as the program is queued; waits only if `max_in_flight` steps are queued
-    already, or with `wait=True` until this step has run. Raises what failed in the background
-    since the last barrier.
+    already, or with `wait=True` until this step and all before it have run. Raises what failed in the
+    background since the last barrier.
 
         loss.backward(); opt.step(); opt.zero_grad()
         lazystep.mark_step()
@@ -23,6 +23,8 @@ def mark_step(device: str = "", wait: bool = False) -> None:
     run = runtime.flush(context)
     if wait and run is not None:
         run.wait()
+    elif wait:
+        runtime.executor.wait_idle()  # an empty step, behind those that are queued
     finish_step(context)
     if wait and run is not None and run.error is not None and not run.error.is_reported:
         # The run has ended, and the executor may not have told of its failure yet.

@@ -43,7 +43,7 @@ NOT_LOWERED = {"resize_": "changes the size of an argument", **dict.fromkeys(COM
 # sample, or are refused by eager on the CPU.
 WITHOUT_A_PROGRAM = UNINITIALIZED | {
     *("allclose", "argwhere", "bincount", "broadcast_shapes", "equal", "item", "nonzero", "unique"),
-    *("rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("normal.number_mean", "rand_like", "randint", "randint_like", "randn", "randn_like"),
     "unique_consecutive",
     *(name for name in OPS if name.startswith("signal.windows.")),
 }

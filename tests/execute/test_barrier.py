@@ -82,6 +82,19 @@ def test_wait_waits_for_this_step(value_of: Any) -> None:
     assert value_of(x) is not None
 
 
+def test_wait_for_an_empty_step_waits_for_those_before_it(closed_gate: threading.Event, runtime: Any) -> None:
+    x = gated(torch.ones(2, device="lazy"))
+    lazystep.mark_step()
+    threading.Timer(0.2, closed_gate.set).start()
+    lazystep.mark_step(wait=True)
+    assert runtime.executor.num_in_flight == 0
+    assert x.tolist() == [2.0, 2.0]
+    x.add_(torch.bernoulli(x))  # fails: these are no probabilities
+    lazystep.mark_step()
+    with pytest.raises(lazystep.StepError, match="p_in"):
+        lazystep.mark_step(wait=True)
+
+
 def test_steps_in_flight_are_bounded(closed_gate: threading.Event) -> None:
     with config.override(max_in_flight=2):
         x = gated(torch.ones(1, device="lazy"))
