@@ -52,7 +52,7 @@ from benchmarks.timing import (
 WIDTH, NUM_LAYERS, BATCH_SIZE, BUCKET_MB = 1024, 8, 32, 4
 PEER_TIMEOUT = 400.0
 BUILD_TIMEOUT = 300.0
-NUM_TRIALS = 32  # steps, in which overlap decides whether it pays: see lazystep/overlap/choice.py
+NUM_TRIALS = 80  # steps, in which overlap decides whether it pays: see lazystep/overlap/choice.py
 PORT = 29571
 
 PLAIN, PLAIN_FUSED, COMPILED = "DDP", "DDP, fused", "DDP, fused, torch.compile"

@@ -5,6 +5,9 @@ A message says what happened, in which op, which line of the user's code recorde
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar
+
 
 class LazyStepError(RuntimeError):
     """The base class of all lazystep errors.
@@ -19,6 +22,9 @@ class LazyStepError(RuntimeError):
 
     # Whether the user has seen this failure: then no barrier raises it.
     is_reported = False
+    # How many failures the user had seen when this one was raised; 0 if it was not.
+    told_as = 0
+    num_told: ClassVar[int] = 0
 
 
 def report(error: LazyStepError) -> LazyStepError:
@@ -34,10 +40,22 @@ def report(error: LazyStepError) -> LazyStepError:
 
 def mark_reported(error: BaseException) -> None:
     """The user gets to see this failure. Its causes are told in its message."""
+    LazyStepError.num_told += 1
+    for cause in _with_causes(error):
+        cause.is_reported = True
+        cause.told_as = cause.told_as or LazyStepError.num_told
+
+
+def was_told(error: LazyStepError, num_told: int) -> bool:
+    """Whether the user had seen this failure, or a cause of it, when he had seen so many."""
+    return any(0 < cause.told_as <= num_told for cause in _with_causes(error))
+
+
+def _with_causes(error: BaseException) -> Iterator[LazyStepError]:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, LazyStepError):
-            cause.is_reported = True
+            yield cause
         cause = cause.__cause__
 
 
@@ -73,7 +91,8 @@ class StepError(LazyStepError):
     """A step failed on the executor thread. `__cause__` is the error of the op itself.
 
     Raised once from the next barrier, and from every read of a tensor that the failed step should have
-    produced or has left half updated.
+    produced or has left half updated. A later step that needs such a tensor does not run: it raises
+    its own `StepError` if it was recorded after the first one was raised.
 
         row = table[torch.tensor([5]).to("lazy")]   # recorded: nobody knows yet whether row 5 exists
         lazystep.mark_step(wait=True)               # raises: step 1 failed in aten.index.Tensor, ...

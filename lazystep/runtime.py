@@ -18,7 +18,7 @@ import torch
 
 from . import metrics, timeline
 from .config import settings
-from .errors import report
+from .errors import mark_reported, report
 from .execute.executor import Executor, report_dropped
 from .execute.run import Run
 from .execute.threads import prepare_exit
@@ -239,6 +239,8 @@ class Runtime:
         """Raise what has failed in the background since the last call: the first, with the rest as notes."""
         failures = self.executor.take_failures()
         if failures:
+            for failure in failures:
+                mark_reported(failure)
             for other in failures[1:]:
                 failures[0].add_note(f"also: {other}")
             raise failures[0]

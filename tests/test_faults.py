@@ -90,6 +90,36 @@ def test_state_written_before_the_failure_is_refused_until_overwritten() -> None
     assert (touched + 1).tolist() == [6.0, 6.0, 6.0]
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_loop_that_reads_nothing_is_told_again_in_each_step(captured: bool, in_place: bool) -> None:
+    state = {"x": torch.ones(3).to("lazy")}
+
+    def step(index: torch.Tensor) -> torch.Tensor:
+        x = state["x"].add_(1) if in_place else state["x"] + 1
+        state["x"] = x
+        return x.index_select(0, index)
+
+    replayed = lazystep.step(step)
+
+    def call(index: int) -> None:
+        _kept = (replayed if captured else step)(torch.tensor([index]).to("lazy"))
+        lazystep.mark_step()
+        lazystep.wait_device_ops()
+
+    for _ in range(5):
+        call(2)
+    with pytest.raises(lazystep.StepError, match=r"failed in aten\.index_select"):
+        call(9)
+    for _ in range(3):
+        with pytest.raises(lazystep.StepError, match="half updated" if in_place else "did not run"):
+            call(2)
+    state["x"] = torch.zeros(3).to("lazy")
+    call(2)
+    assert state["x"].tolist() == [1.0] * 3
+    assert (replayed.num_replayed > 0) == captured
+
+
 def test_steps_queued_behind_a_failure_fail_only_where_they_depend_on_it() -> None:
     gate = threading.Event()
 

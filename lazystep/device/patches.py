@@ -174,6 +174,7 @@ def prefer_lists_of_tensors() -> None:
     `clip_grad_norm_` takes lists on the devices of a list; CPU is on it. Optimizers default to a loop on the
     CPU. For those below, both forms compute the same bits, so lazy parameters take lists. ASGD, NAdam and
     RAdam compute other bits with lists, and so do all optimizers in low precision or on complex numbers.
+    Rprop and SGD with Nesterov's momentum change the gradients with lists, which the loop does not.
     """
 
     @wrapping(torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices")
@@ -195,8 +196,15 @@ def prefer_lists_of_tensors() -> None:
         )
         return False, are_alike
 
-    for name in ("adadelta", "adagrad", "adam", "adamax", "rmsprop", "rprop", "sgd"):
+    for name in ("adadelta", "adagrad", "adam", "adamax", "rmsprop", "sgd"):
         wrapping(sys.modules[f"torch.optim.{name}"], "_default_to_fused_or_foreach")(default)
+
+    @wrapping(sys.modules["torch.optim.sgd"], "sgd")
+    def sgd(original: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        is_default = kwargs.get("foreach") is None and not kwargs.get("fused")
+        if kwargs["nesterov"] and is_default and not torch.compiler.is_compiling() and params:
+            kwargs["foreach"] = False if is_lazy(params[0]) else None
+        original(params, *args, **kwargs)
 
     @wrapping(torch.optim.Optimizer, "zero_grad")
     def zero_grad(original: Any, self: Any, set_to_none: bool = True) -> None:

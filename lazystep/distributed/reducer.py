@@ -48,8 +48,7 @@ class Reducer:
         self._names = list(names)
         self._group = group
         self._settings = settings
-        self._is_static = False
-        self._is_first_static = False
+        self._static: _StaticGraph | None = None
         initial = _assign(self._parameters, settings.initial_limits, range(len(self._parameters)))
         self.buckets = initial[::-1]
         # The order in which gradients have come in the first backward; None if the buckets stay as they are.
@@ -70,7 +69,10 @@ class Reducer:
         """A reducer that divides whole buckets and sends them in another type, in the place of this one."""
         self._remove_autograd_hooks()
         settings = self._settings._replace(divides=True, compression=compression)
-        return Reducer(self._parameters, self._names, self._group, settings)
+        found = Reducer(self._parameters, self._names, self._group, settings)
+        if self._static is not None:
+            found._set_static_graph()
+        return found
 
     # -- what DistributedDataParallel calls, by the names of torch's reducer ---------------------------------
 
@@ -81,12 +83,12 @@ class Reducer:
             return
         missing = [self._names[index] for index in backward.awaited]
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        # torch's static graphs may have unused parameters, ours may not.
-        static = " instead of static_graph=True" if self._is_static else ""
+        has = "had one in the first backward of this static graph" if self._static else "were not reduced"
+        static = " instead of static_graph=True" if self._static else ""
         raise RuntimeError(
-            f"the last backward gave no gradient to {len(missing)} parameters ({shown}), so their buckets "
-            f"were not reduced. Pass find_unused_parameters=True to DistributedDataParallel{static}, or make "
-            "all outputs of forward part of the loss."
+            f"the last backward gave no gradient to {len(missing)} parameters ({shown}), which {has}. "
+            f"Pass find_unused_parameters=True to DistributedDataParallel{static}, or make all outputs of "
+            "forward part of the loss."
         )
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
@@ -97,29 +99,52 @@ class Reducer:
         """
         unused: frozenset[int] = frozenset()
         kept: frozenset[int] = frozenset()
-        if self._settings.finds_unused and not self._is_static:
+        if self._static is not None:
+            unused, kept = self._static.unused, self._static.kept
+        elif self._settings.finds_unused:
             reached = set(_leaves_behind(outputs))
             unused = frozenset(n for n, p in enumerate(self._parameters) if p not in reached)
+            watching = observer.current()
+            if watching is not None:
+                watching.on_exchange(
+                    "find_unused_parameters asks the other ranks in each step; leave it out if all are used"
+                )
             kept = self._unused_everywhere(unused)
         self._backward = _Backward(self.buckets, unused, kept)
 
     def _rebuild_buckets(self) -> bool:
         """Bucket the parameters in the order of rank 0's gradients, once. Collective; blocks for rank 0."""
-        if self._arrivals is None or len(self._arrivals) < len(self._parameters):
+        if self._arrivals is None:
             return False
-        order = torch.tensor(self._arrivals)
+        unused = sorted(self._static.unused) if self._static is not None else []
+        if len(self._arrivals) + len(unused) < len(self._parameters):
+            return False
+        order = torch.tensor(self._arrivals + unused)
         self._group.messages.broadcast([order], dist.BroadcastOptions()).wait()
         self._arrivals = None
         self.buckets = _assign(self._parameters, self._settings.rebuilt_limits, order.tolist())
         return True
 
     def _set_static_graph(self) -> None:
-        self._is_static = True
-        self._is_first_static = True  # torch learns the graph in the first backward, the order in the second
+        self._static = _StaticGraph()
         self._arrivals = []
 
     def _delay_all_reduce(self) -> None:
-        """For torch, which reduces the first backward of a static graph at its end: the bits are the same."""
+        """The first backward of a static graph has ended: learn which parameters it uses, and reduce all.
+
+        Collective: blocks until the other ranks have recorded theirs.
+        """
+        backward, graph = self._backward, self._static
+        assert graph is not None
+        graph.is_learnt = True
+        if backward is None:
+            return  # under no_sync; torch fails here. The next backward has to use all parameters.
+        graph.unused = frozenset(backward.awaited)
+        graph.kept = self._unused_everywhere(graph.unused)
+        self._backward = None
+        with torch.no_grad():
+            for bucket in self.buckets:
+                self._reduce(bucket, graph.kept)
 
     def _remove_autograd_hooks(self) -> None:
         for hook in self._hooks:
@@ -134,17 +159,19 @@ class Reducer:
         if index not in backward.awaited:
             raise RuntimeError(
                 f"the parameter {self._names[index]} got a second gradient in one backward, after its bucket "
-                "was reduced, or one that find_unused_parameters did not expect. Reentrant checkpointing "
-                "does this: use checkpoint(..., use_reentrant=False)."
+                "was reduced, or one that find_unused_parameters or the first backward of a static graph "
+                "did not expect. Reentrant checkpointing does this: use checkpoint(..., use_reentrant=False)."
             )
-        if self._arrivals is not None and not self._is_first_static:
+        if self._static is not None and not self._static.is_learnt:
+            backward.awaited.discard(index)
+            return
+        if self._arrivals is not None:
             self._arrivals.append(index)
         with torch.no_grad():
             for bucket in backward.arrive(index):
                 self._reduce(bucket, backward.kept)
         if not backward.awaited:
             self._backward = None
-            self._is_first_static = False
 
     def _reduce(self, bucket: tuple[int, ...], kept: frozenset[int]) -> None:
         """Record the reduction of a bucket. Its gradients become views of it."""
@@ -184,16 +211,23 @@ class Reducer:
 
     def _unused_everywhere(self, unused: frozenset[int]) -> frozenset[int]:
         """The parameters that no rank uses: their gradients are left as they are, as torch does."""
-        watching = observer.current()
-        if watching is not None:
-            watching.on_exchange(
-                "find_unused_parameters asks the other ranks in each step; leave it out if all are used"
-            )
         used = torch.tensor(
             [index not in unused for index in range(len(self._parameters))], dtype=torch.int32
         )
         self._group.messages.allreduce([used]).wait()
         return frozenset(torch.nonzero(used == 0).flatten().tolist())
+
+
+class _StaticGraph:
+    """What the first backward of a static graph has shown: the parameters that it left unused.
+
+    torch learns the graph there, and the order of the gradients in the second backward.
+    """
+
+    def __init__(self) -> None:
+        self.is_learnt = False
+        self.unused: frozenset[int] = frozenset()  # on this rank
+        self.kept: frozenset[int] = frozenset()  # on all ranks
 
 
 class _Backward:

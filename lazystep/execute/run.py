@@ -12,7 +12,7 @@ import torch
 
 from .. import timeline
 from ..config import settings
-from ..errors import LazyStepError, StepError, WaitTimeoutError
+from ..errors import LazyStepError, StepError, WaitTimeoutError, was_told
 from ..openmp import release_pool
 from ..program.program import Number
 from .chain import ReadyRun
@@ -122,10 +122,11 @@ class Run:
         self.runner: Runner | None = None  # set when the run is queued
         # Set while the run may go without Python.
         self.ready: Ready | None = None
+        self._num_told = LazyStepError.num_told  # failures that the user had seen when it was made
         self.num_failed = 0  # runs that had failed when it was made ready
 
     def execute(self) -> LazyStepError | None:
-        """Run on the calling thread. Returns a new failure; None also where an earlier one is the cause."""
+        """Run on the calling thread. Returns a new failure; None also where an untold one is the cause."""
         handles, self._inputs = self._inputs, None
         self.ready = None
         scalars, memory = self._scalars, self._memory
@@ -135,8 +136,7 @@ class Run:
         self.state = RunState.RUNNING
         inherited = memory.before_run()
         if inherited is not None:
-            self._fail(inherited, -1)
-            return None
+            return self._inherit(inherited)
         inputs = handles.tensors()
         # The list is all that holds the inputs now, besides handles that the user still has.
         del handles
@@ -163,6 +163,19 @@ class Run:
     def _deliver(self, tensors: list[torch.Tensor]) -> None:
         if self._outputs is not None:  # None if the run was abandoned meanwhile
             self._outputs.deliver(tensors)
+
+    def _inherit(self, error: LazyStepError) -> LazyStepError | None:
+        """End because of an earlier failure. It is a new one for a loop that was told and goes on.
+
+        Without that, a loop that reads nothing would do nothing from then on, and not know it.
+        """
+        if not was_told(error, self._num_told):
+            self._fail(error, -1)
+            return None
+        failure = StepError(f"step {self.step} did not run: {error}")
+        failure.__cause__ = error
+        self._fail(failure, -1)
+        return failure
 
     def _stop(self, error: InstructionError) -> LazyStepError:
         failure = self._describe(error)

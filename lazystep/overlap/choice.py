@@ -3,33 +3,46 @@
 Overlap hides updates behind reductions. On a fast link there is little to hide, and updates then only
 compete with reductions for the cores. Both ways give the same bits, so a model may change between them.
 
-The first backward passes overlap. Then passes of both kinds take turns, and each is timed from its first
-reduction to the end of `step()`: data loading and forward are the same in both. Each rank announces its two
-medians together with the outcome of its updates. The sums are the same on all ranks; the smaller one wins.
+The first backward passes overlap. Then passes of both kinds take turns: two of them are a round. Each is
+timed from its first reduction to the end of `step()`: data loading and forward are the same in both. If our
+hook can be given back, a pass without overlap is timed without the work that only the hook does. So overlap
+is compared with plain DDP, and not with our hook that does nothing useful.
+
+Each rank announces its time together with the outcome of its next updates. All ranks hear the same sums, so
+they count the same rounds won by overlap, and decide in the same announcement: as soon as chance would
+hardly explain the count, and at the latest after `MAX_ROUNDS` by the majority. In a tie plain DDP wins.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# Passes that overlap before the trial, and passes of each kind in it.
+# Passes that overlap before the trial, and the rounds in it.
 NUM_WARM_UPS = 10
-NUM_ROUNDS = 6
-_LAST = NUM_WARM_UPS + 2 * NUM_ROUNDS
+MIN_ROUNDS = 8
+MAX_ROUNDS = 32
+# Two equal ways would give so uneven a count in fewer than one of a hundred trials.
+CHANCE = 0.01
 
 
 class Decision(NamedTuple):
-    """What was measured, in seconds summed over all ranks, and which way is taken from then on.
+    """What was measured, and which way is taken from then on.
 
-    print(handle.decision)      # Decision(in_backward=0.21, in_step=0.19, overlaps=False)
+    The seconds are of a median pass, summed over all ranks. Overlap was faster in `num_won` of `num_rounds`.
+
+    print(handle.decision)      # Decision(in_backward=0.21, in_step=0.19, overlaps=False, ...)
     """
 
     in_backward: float
     in_step: float
     overlaps: bool
+    num_won: int
+    num_rounds: int
 
 
 class Choice:
@@ -40,37 +53,77 @@ class Choice:
         self.overlaps = forced is not False
         self.decision: Decision | None = None
         self._clock = clock
-        self._times: dict[bool, list[float]] = {True: [], False: []}
         self._start = 0.0
         self._end = 0.0
-        self._number = 0
+        self._left_out = 0.0
+        self._number = 0  # backward passes that have begun
+        self._report = 0.0, 0.0
+        self._heard: dict[bool, list[float]] = {True: [], False: []}
+        self._num_heard = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is measured (any more)."""
+        return self.forced is not None or self.decision is not None
+
+    @property
+    def _is_trial(self) -> bool:
+        return 0 < self._number - NUM_WARM_UPS <= 2 * MAX_ROUNDS
 
     def begin(self) -> None:
         """The first bucket of a backward is ready. Counts backward passes, which all ranks have alike."""
-        if self.forced is not None or self.decision is not None:
+        if self.is_settled:
             return
-        if NUM_WARM_UPS < self._number <= _LAST and self._end > self._start:
-            self._times[self.overlaps].append(self._end - self._start)
+        self._report = self._time_of_last_pass() if self._is_trial else (0.0, 0.0)
         self._number += 1
-        is_trial = NUM_WARM_UPS < self._number <= _LAST
-        self.overlaps = not is_trial or (self._number - NUM_WARM_UPS) % 2 == 0
+        self.overlaps = not self._is_trial or (self._number - NUM_WARM_UPS) % 2 == 0
+        self._left_out = 0.0
         self._start = self._clock()
+
+    def _time_of_last_pass(self) -> tuple[float, float]:
+        if self._end <= self._start:  # no step() has ended: the sum over all ranks has to be dropped
+            return math.nan, math.nan
+        seconds = self._end - self._start
+        return (seconds, 0.0) if self.overlaps else (0.0, max(seconds - self._left_out, 1e-9))
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Around work that plain DDP would not do."""
+        if self.is_settled:
+            yield
+            return
+        start = self._clock()
+        yield
+        self._left_out += self._clock() - start
 
     def stepped(self) -> None:
         """An optimizer has finished `step()`."""
-        if self.forced is None and self.decision is None:
+        if not self.is_settled:
             self._end = self._clock()
 
     def report(self) -> tuple[float, float]:
-        """What this rank announces in this backward: its two medians behind the last round, else zeros."""
-        if self.decision is not None or self._number != _LAST + 1 or not all(self._times.values()):
-            return 0.0, 0.0
-        return statistics.median(self._times[True]), statistics.median(self._times[False])
+        """What this rank announces in this backward: the time of its last pass, in backward or in step."""
+        return (0.0, 0.0) if self.is_settled else self._report
 
     def hear(self, in_backward: float, in_step: float) -> bool:
-        """Take the announced sums of all ranks. Returns whether they have decided."""
-        if self.forced is not None or self.decision is not None or not (in_backward and in_step):
+        """Take the sums over all ranks of one announcement. Returns whether they have decided."""
+        if self.is_settled or (in_backward == 0 and in_step == 0):
             return False
-        self.overlaps = in_backward <= in_step
-        self.decision = Decision(in_backward, in_step, self.overlaps)
+        self._num_heard += 1
+        if not math.isnan(in_backward + in_step):
+            self._heard[in_backward > 0].append(in_backward or in_step)
+        rounds = list(zip(self._heard[True], self._heard[False], strict=False))
+        num_won = sum(overlapped < plain for overlapped, plain in rounds)
+        is_last = self._num_heard == 2 * MAX_ROUNDS
+        if len(rounds) < MIN_ROUNDS or not (is_last or _chance(num_won, len(rounds)) < CHANCE):
+            return False
+        self.overlaps = 2 * num_won > len(rounds)
+        in_backward, in_step = (statistics.median(self._heard[kind]) for kind in (True, False))
+        self.decision = Decision(in_backward, in_step, self.overlaps, num_won, len(rounds))
         return True
+
+
+def _chance(num_won: int, num_rounds: int) -> float:
+    """How probable so uneven a count is, in either direction, if both ways are equally fast."""
+    fewer = min(num_won, num_rounds - num_won)
+    return 2.0 * sum(math.comb(num_rounds, number) for number in range(fewer + 1)) / (1 << num_rounds)

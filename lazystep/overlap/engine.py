@@ -9,13 +9,15 @@ all other parameters, from gradients exactly as plain DDP leaves them:
   used them);
 - all parameters in the first iteration of a static graph;
 - all parameters if clipping by norm or a GradScaler needs every gradient first;
-- all parameters if overlap does not pay: see `choice`.
+- all parameters if overlap does not pay: see `choice`. The hook is then given back where plain DDP is faster.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +34,7 @@ from .backward_callbacks import in_backward
 from .bucket import Bucket, Future, GradBucket, Hook, comm_hook
 from .bucket_queue import BucketQueue
 from .choice import Choice
-from .ddp_internals import divides_by_active_ranks, registered_hook
+from .ddp_internals import can_give_slot_back, divides_by_active_ranks, give_slot_back
 from .early_steps import EarlySteps
 from .event_log import BucketEvents, EventLog
 from .health import Health
@@ -49,6 +51,11 @@ class Clipping:
     norm_type: float = 2.0
     clip_value: float | None = None
     grad_scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are changed at all."""
+        return self.needs_all_gradients or self.clip_value is not None
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -88,12 +95,9 @@ class _Pass:
     # Parameters whose gradient this rank has produced, with the address of the gradient's memory.
     produced: dict[Tensor, int] = field(default_factory=dict)
     owners: dict[Tensor, tuple[Attached, dict[str, Any]]] = field(default_factory=dict)
+    buckets: list[Sequence[Tensor]] = field(default_factory=list)
     divisor: int = 0
     refusal: Exception | None = None
-
-
-class _EngineRef(weakref.ref["Engine"]):
-    """The state of our hook. Its type tells our hook from other hooks."""
 
 
 def _note_produced(produced: dict[Tensor, int], parameter: Tensor) -> None:
@@ -124,6 +128,7 @@ class Engine:
         self.log = EventLog()
         self.statistics = Statistics()
         self.total_norm: Tensor | None = None
+        self._is_hooked = False
         self._attached: list[Attached] = []
         self._names: dict[Tensor, str] = {p: name for name, p in ddp.module.named_parameters()}
         self._health = Health(ddp.module, self._forget)
@@ -146,23 +151,26 @@ class Engine:
 
     @staticmethod
     def of(ddp: DistributedDataParallel) -> Engine | None:
-        """The engine whose hook is in the model's slot; None if there is none."""
-        found = registered_hook(ddp)
-        return found[1]() if found and isinstance(found[1], _EngineRef) else None
+        """The engine of a model; None if there is none. The model owns it, by the hook before forward."""
+        owners = (getattr(hook, "__self__", None) for hook in ddp._forward_pre_hooks.values())
+        return next((owner for owner in owners if isinstance(owner, Engine)), None)
 
     def register(self) -> None:
-        """Take the model's only hook slot."""
+        """Take the model's only hook slot, unless we have it or do not need it."""
+        if self._is_hooked or not self._needs_hook:
+            return
+        self._is_hooked = True
         inner = "built-in" if self.hook is None else getattr(self.hook, "__qualname__", repr(self.hook))
 
         @comm_hook
-        def overlap_hook(state: _EngineRef, bucket: GradBucket) -> Future:
+        def overlap_hook(state: weakref.ref[Engine], bucket: GradBucket) -> Future:
             engine = state()
             assert engine is not None  # the model owns it
             return engine._on_bucket(bucket)
 
         overlap_hook.__qualname__ = f"overlap_optimizer({inner})"  # shown in DDP's log
         # A weak reference: DDP's C++ side keeps the state where the garbage collector can't see it.
-        self.ddp.register_comm_hook(_EngineRef(self), overlap_hook)
+        self.ddp.register_comm_hook(weakref.ref(self), overlap_hook)
 
     def attach(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None) -> Attached:
         """From now on, update this optimizer's parameters in backward."""
@@ -209,9 +217,10 @@ class Engine:
         except Exception as error:
             self._health.poison(error)
             raise
-        heard, self.peers.heard = self.peers.heard, (0.0, 0.0)
-        if self.choice.hear(*heard):
-            metrics.count("overlap_decisions")
+        heard, self.peers.heard = self.peers.heard, []
+        for numbers in heard:
+            if self.choice.hear(*numbers):
+                metrics.count("overlap_decisions")
 
     def _forget(self) -> None:
         for attached in self._attached:
@@ -222,6 +231,20 @@ class Engine:
         if self._attached:
             self.check(wait=True)  # before DDP's next collective, which a failed rank would not join
         self._pass.produced.clear()
+        # Only before a step: all ranks have heard the decision by then, so all of them leave together.
+        is_step = torch.is_grad_enabled() and self.ddp.require_backward_grad_sync
+        if self._is_hooked and not self._needs_hook and is_step and self._leaves():
+            self._is_hooked = not give_slot_back(self.ddp, self._pass.buckets)
+            metrics.count("overlap_hooks_given_back", int(not self._is_hooked))
+
+    @property
+    def _needs_hook(self) -> bool:
+        may_overlap = self.choice.overlaps or not self.choice.is_settled
+        return may_overlap or self.hook is not None or self.clipping.clips
+
+    def _leaves(self) -> bool:
+        """Whether the hook is given back if overlap does not pay: plain DDP is then faster without it."""
+        return self.hook is None and not self.clipping.clips and can_give_slot_back(self.ddp)
 
     # -- in backward -------------------------------------------------------------------------------
 
@@ -230,6 +253,7 @@ class Engine:
         updates = in_backward()  # a rank that has joined only takes part in the reduction
         if bucket.index == 0:
             self._begin(bucket, updates)
+        self._pass.buckets.append(bucket.parameters)
         events = self.log.bucket_ready(bucket.index, bucket.buffer)
         future = self._reduce(bucket, grad_bucket, events)
         if not self._attached:
@@ -237,7 +261,7 @@ class Engine:
         if updates:
             self._queue.add(bucket, future, events)
         elif bucket.is_last:
-            self.peers.announce(failed=False)
+            self.peers.announce(False, (math.nan, math.nan))  # a rank that has joined measures nothing
         return future
 
     def _begin(self, bucket: Bucket, updates: bool) -> None:
@@ -247,6 +271,7 @@ class Engine:
         self._pass.divisor = self.peers.count(updates) if shrinks else self.ddp.process_group.size()
         self._pass.refusal = None
         self._pass.owners = {}
+        self._pass.buckets = []
         if not self.clipping.needs_all_gradients:
             self.choice.begin()
         if any(attached.early.is_open for attached in self._attached):
@@ -265,7 +290,9 @@ class Engine:
                 raise
             future.add_done_callback(lambda _: events.reduced())
             return future
-        with torch.no_grad():
+        # Built-in DDP scales while it copies a gradient into the bucket.
+        leaving_out = self.choice.leaving_out() if self._leaves() else nullcontext()
+        with torch.no_grad(), leaving_out:
             was_view = self._was_view(bucket) if self._rounding_depends_on_views() else None
             scale(bucket, self._pass.divisor, was_view, divide=self.ddp.batched_grad_copy)
         return sum_over_ranks(bucket.buffer, self.ddp.process_group, events.reduced)

@@ -112,7 +112,7 @@ def overlap_optimizer(
       `max_norm` or `grad_scaler` all updates happen in `step()` and nothing overlaps.
     - `per_parameter`: set it to True for a third-party optimizer that updates each parameter independently.
     - `overlap`: True always updates in backward, False leaves all updates to `step()`. By default it is
-      measured in the first 22 backward passes, and all ranks decide alike. The bits are the same.
+      measured in the first 26 to 74 backward passes, and all ranks decide alike. The bits are the same.
 
     Several optimizers with disjoint parameters can share a model: call this once for each, with the same
     hook and clipping. This is a collective call, and it blocks: the ranks compare their settings, and if one
@@ -136,11 +136,9 @@ def overlap_optimizer(
     engine = Engine.of(ddp_model)
     if engine is None:
         engine = Engine(ddp_model, peers, hook, hook_state, clipping, Choice(overlap))
-        engine.register()
-    else:
-        engine.clipping = clipping
-        if engine.choice.forced != overlap:
-            engine.choice = Choice(overlap)
+    elif engine.is_idle and (engine.choice.forced, engine.clipping) != (overlap, clipping):
+        engine.clipping, engine.choice = clipping, Choice(overlap)
+    engine.register()
     return OverlapHandle(engine, engine.attach(optimizer, chosen))
 
 

@@ -30,7 +30,7 @@ class Peers:
         self.rank = group.rank()
         self.size = group.size()
         self._announced: list[tuple[Tensor, dist.Work]] = []
-        self.heard = 0.0, 0.0  # the numbers of the last announcement that had some, summed over all ranks
+        self.heard: list[tuple[float, float]] = []  # the numbers of announcements, summed over all ranks
 
     def agree(self, settings: dict[str, str], refusal: Exception | None) -> None:
         """Raise on every rank if one rank refuses, or if settings differ. Collective, blocks."""
@@ -86,8 +86,8 @@ class Peers:
         while self._announced and (wait or self._announced[0][1].is_completed()):
             flags, work = self._announced.pop(0)
             work.wait()
-            in_backward, in_step = flags[-2:].tolist()
-            self.heard = (in_backward, in_step) if in_backward else self.heard
+            first, second = flags[-2:].tolist()
+            self.heard.append((first, second))
             others = flags[:-2].nonzero().flatten().tolist()
             failed |= {str(rank) for rank in others if rank != self.rank}
         if failed:

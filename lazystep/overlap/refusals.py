@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import UnsupportedError
 from .ddp_internals import (
     delays_reductions,
+    has_hook,
     hook_name,
-    registered_hook,
     smallest_bucket_bytes,
     uses_python_reducer,
 )
@@ -51,7 +51,7 @@ def check_model(ddp: DistributedDataParallel) -> None:
 def check_slot_is_free(ddp: DistributedDataParallel) -> None:
     """Raise if the model already has a communication hook."""
     name = hook_name(ddp)
-    if name or registered_hook(ddp):
+    if name or has_hook(ddp):
         raise UnsupportedError(
             f"the model has a communication hook already ({name}), and DDP takes only one: make the model "
             "without it and pass it as hook="

@@ -11,12 +11,15 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
 import lazystep
 from lazystep import config
@@ -255,6 +258,57 @@ def test_every_case_natively(lazy_pool: Pool, name: str) -> None:
         assert rank["steady"]["native_executions"] >= 4
 
 
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+def memory_of_a_native_step(world: World) -> float:
+    """How far the process grows in a native step, over the size of all gradients. By the kernel's count."""
+    num_layers, width = 40, 512
+    with config.override(tier="auto", build_after=BUILD_AFTER):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers))).to("lazy")
+        gradient = width * width * 4
+        ddp = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=0.9 * gradient / 2**20)
+        optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)
+
+        def train() -> None:
+            ddp(torch.ones(1, width).to("lazy")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            lazystep.mark_step()
+            lazystep.wait_device_ops()
+
+        for number in range(STEADY_AT + 2):
+            if number == WAIT_AT:
+                assert lazystep.wait_for_compile(270)
+            train()
+        assert len(ddp.reducer.buckets) == num_layers
+        before = counters()["native_executions"]
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        start = _status("VmRSS")
+        train()
+        grown = _status("VmHWM") - start
+        assert counters()["native_executions"] == before + 1
+    return grown / (num_layers * gradient)
+
+
+def _status(name: str) -> int:
+    """A number of this process in bytes, which the kernel gives in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.nightly
+def test_a_native_step_frees_each_bucket_behind_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks of this size and larger go back to the kernel when they are freed, and so are counted once.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    pool = Pool(2)
+    try:
+        found = pool.run(memory_of_a_native_step, timeout=600)
+    finally:
+        pool.close()
+    assert 0.0 < max(found) <= 0.15, found
+
+
 # -- events -----------------------------------------------------------------------------------------------
 
 
@@ -403,6 +457,8 @@ def test_a_native_step_names_the_collective_when_a_rank_ends() -> None:
     assert "failed on rank 0: " in survivor["raised"]
     assert "StepError" in survivor["read"], "an update may have begun"
     assert "StepError" in survivor["again"]
+    # Each later call is told, although nothing is read.
+    assert all("did not run" in told or "is broken" in told for told in survivor["unread"]), survivor
 
 
 # -- without the interpreter lock -------------------------------------------------------------------------
@@ -504,7 +560,8 @@ def end_in_the_chain(world: World, how: int) -> dict[str, Any]:
         raised = raised_by(steps)
         read = raised_by(lambda: next(iter(ddp.parameters())).cpu())
         again = raised_by(lambda: train().item())
-    return {"raised": raised, "read": read, "again": again}
+        unread = [raised_by(lambda: (train(), lazystep.wait_device_ops())) for _ in range(3)]
+    return {"raised": raised, "read": read, "again": again, "unread": unread}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, *nightly([signal.SIGSTOP])])
@@ -521,3 +578,5 @@ def test_a_replay_without_python_names_the_collective_when_a_rank_ends_or_hangs(
     assert "failed on rank 0: " in survivor["raised"]
     assert "StepError" in survivor["read"], "an update may have begun"
     assert "StepError" in survivor["again"]
+    # Each later call is told, although nothing is read.
+    assert all("did not run" in told or "is broken" in told for told in survivor["unread"]), survivor

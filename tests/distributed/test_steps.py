@@ -233,16 +233,66 @@ def forget_a_parameter(world: World, **options: Any) -> str:
     return raised_by(lambda: ddp(torch.ones(1, 2).to("lazy")))
 
 
-def forget_in_a_static_graph(world: World) -> str:
-    return forget_a_parameter(world, static_graph=True)
-
-
 def test_a_parameter_without_a_gradient_is_named_at_the_next_forward(lazy_pool: Pool) -> None:
     for raised in lazy_pool.run(forget_a_parameter, timeout=240):
         assert "1.weight, 1.bias" in raised
         assert "find_unused_parameters=True to DistributedDataParallel, or" in raised
-    for raised in lazy_pool.run(forget_in_a_static_graph, timeout=240):
-        assert "find_unused_parameters=True to DistributedDataParallel instead of static_graph=True" in raised
+
+
+def change_a_static_graph(world: World, first: int, second: int) -> list[str]:
+    """Two layers, of which the first backward uses `first`, and the second one `second`."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to("lazy")
+    layers = [first]
+    model.forward = lambda x: nn.Sequential(*model[: layers[0]])(x)  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(model, process_group=world.group, static_graph=True)
+    found = []
+    for num_layers in (first, second, second):
+        layers[0] = num_layers
+        found.append(raised_by(lambda: ddp(torch.ones(1, 2).to("lazy")).sum().backward()))
+        ddp.zero_grad()
+        lazystep.mark_step(wait=True)
+    return found
+
+
+def test_a_static_graph_that_changes_is_refused(lazy_pool: Pool) -> None:
+    for unused in lazy_pool.run(change_a_static_graph, 1, 1, timeout=240):
+        assert unused == ["nothing"] * 3
+    for fewer in lazy_pool.run(change_a_static_graph, 2, 1, timeout=240):
+        assert fewer[:2] == ["nothing"] * 2
+        assert "1.weight, 1.bias" in fewer[2]
+        assert (
+            "find_unused_parameters=True to DistributedDataParallel instead of static_graph=True" in fewer[2]
+        )
+    for more in lazy_pool.run(change_a_static_graph, 1, 2, timeout=240):
+        assert "the first backward of a static graph did not expect" in more[1]
+
+
+def count_static_graph(world: World) -> dict[str, int]:
+    """Counts of three steps of a static graph that uses one of two layers, after the first three."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).to("lazy")
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(model, process_group=world.group, static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for number in range(6):
+        if number == 3:
+            lazystep.wait_device_ops()
+            lazystep.metrics.reset()
+        ddp(torch.ones(1, 2).to("lazy")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lazystep.mark_step()
+    lazystep.wait_device_ops()
+    names = ("programs_executed", "collectives_launched", "cache_misses", "synchronizations")
+    return {name: int(lazystep.metrics.counter_value(name)) for name in names}
+
+
+def test_a_static_graph_with_unused_parameters_is_one_program(lazy_pool: Pool) -> None:
+    for counts in lazy_pool.run(count_static_graph, timeout=240):
+        assert counts == {
+            "programs_executed": 3, "collectives_launched": 3, "cache_misses": 0, "synchronizations": 0
+        }  # fmt: skip
 
 
 def other_shapes(world: World) -> str:
