@@ -31,6 +31,8 @@ __all__ = [
     "synchronizations",
 ]
 
+# The reason of a wait in backward that anomaly mode asks for.
+LOOKS_FOR_NAN = "anomaly mode looks for NaN"
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 _seconds: Counter[str] = Counter()

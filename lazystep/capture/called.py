@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import string
+import sys
 import types
 import weakref
 from typing import Any
@@ -93,6 +94,11 @@ class CallsOfC:
                     f"it uses the state of a torch.Generator at {user_line(2)} ({function.__name__}), and a "
                     "replay would not; do that outside"
                 )
+        elif function is sys._getframe and torch.is_anomaly_enabled():
+            testimony.refuse(
+                f"anomaly mode keeps the stack of each op, as at {user_line(2)}, and a replay would not; "
+                "switch it off (torch.autograd.set_detect_anomaly)"
+            )
         elif c_calls.is_impure(function):
             testimony.refuse(
                 f"it calls {c_calls.name_of(function)} at {user_line(2)}, and a replay would not; call it "

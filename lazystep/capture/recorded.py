@@ -167,6 +167,8 @@ class RecordedCall:
         for reason, line, count in metrics.synchronizations():
             if count > waits_before.get((reason, line), 0):
                 way_out = "read it after the call, or in a closure"
+                if reason == metrics.LOOKS_FOR_NAN:
+                    way_out = "switch anomaly mode off (torch.autograd.set_detect_anomaly)"
                 self._refuse(f"it waits for a value ({reason}) at {line}; {way_out}")
         if self._cuts:
             self._refuse(f"it ends a step at {self._cuts[0]}; the call has its own barriers")

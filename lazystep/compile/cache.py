@@ -28,6 +28,7 @@ import filelock
 import platformdirs
 
 from ..config import settings
+from ..processes import has_ended, this_process
 
 LIBRARY, PROXY_NODES = "step.so", "step.json"
 _MANIFEST = "manifest.json"
@@ -108,7 +109,7 @@ class LibraryCache:
     def temporary_directory(self) -> Path:
         """A new private directory on the same file system, to build in."""
         try:
-            return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._temporary))
+            return Path(tempfile.mkdtemp(prefix=f"{this_process()}-", dir=self._temporary))
         except OSError as error:
             raise CacheError(f"the cache directory {self.root} can't be written: {error}") from error
 
@@ -152,7 +153,7 @@ class LibraryCache:
         entry = self._entries / key
         if entry.is_dir() and not entry.is_symlink():
             try:
-                trash = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._temporary))
+                trash = Path(tempfile.mkdtemp(prefix=f"{this_process()}-", dir=self._temporary))
                 with contextlib.suppress(FileNotFoundError):  # another process removed it
                     os.replace(entry, trash / key)
             except OSError as error:
@@ -230,11 +231,10 @@ class LibraryCache:
     def _remove_stale(self) -> None:
         """Remove temporary directories that a killed process has left behind."""
         for path in self._temporary.iterdir():
-            pid = path.name.partition("-")[0]
+            process = path.name.partition("-")[0]
             with contextlib.suppress(OSError):
                 is_old = time.time() - path.stat().st_mtime > _STALE_SECONDS
-                is_orphan = path.is_dir() and pid.isdigit() and not _is_running(int(pid))
-                if path.is_dir() and (is_old or is_orphan):
+                if path.is_dir() and (is_old or has_ended(process)):
                     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -254,16 +254,6 @@ def check_private(directory: Path) -> None:
         raise CacheError(f"{directory} belongs to another user (uid {status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CacheError(f"{directory} can be written by others; chmod 700 {directory}")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _digest(path: Path) -> str:

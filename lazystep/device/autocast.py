@@ -35,8 +35,9 @@ _libraries: list[torch.library.Library] = []
 # kernel of a lazy op runs later, without autocast, and would give other numbers. Those with a gradient are
 # taken apart below autograd (`TAKEN_APART` in ops/cpu_branch.py).
 _TAKEN_APART = ("_transformer_encoder_layer_fwd",)
-# These read memory as well, and can't be taken apart.
-_REFUSED = ("_scaled_mm", "_scaled_mm_v2")
+# These can't be taken apart: they read memory as well, or write to results of their own (`linalg_polar`,
+# which torch has since 2.15).
+_REFUSED = ("_scaled_mm", "_scaled_mm_v2", "linalg_polar")
 
 
 def extend_autocast() -> None:
@@ -94,8 +95,10 @@ def register_policies() -> None:
             library = torch.library.Library("aten", "IMPL")
             for name in _TAKEN_APART:
                 library.impl(name, _taking_apart(name), "AutocastXLA")
-            for name in _REFUSED:
-                library.impl(name, _refusing(name), "AutocastXLA")
+            for packet in (getattr(torch.ops.aten, name, None) for name in _REFUSED):
+                for overload in packet.overloads() if packet is not None else ():
+                    func = getattr(packet, overload)
+                    library.impl(func.name(), _refusing(func), "AutocastXLA")
             _libraries.append(library)
 
 
@@ -122,9 +125,7 @@ def _taking_apart(name: str) -> Any:
     return kernel
 
 
-def _refusing(name: str) -> Any:
-    func = getattr(torch.ops.aten, name).default
-
+def _refusing(func: Any) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if _casts(args, kwargs):
             raise UnsupportedError(

@@ -45,7 +45,9 @@ def run_on_host(
             with eager_dispatch():
                 return _Results(func, [], writes).to_lazy(_call(func, args, kwargs, lambda t: known[id(t)]))
     if lazy:
-        if is_in_distributions():
+        if reason == "item" and _is_looking_for_nan():
+            reason = metrics.LOOKS_FOR_NAN
+        elif is_in_distributions():
             reason += (
                 " in torch.distributions, which checks what it gets unless it is told validate_args=False"
             )
@@ -73,6 +75,12 @@ def run_on_host(
     with recorder.reading([handle_of(t) for t in lazy]), eager_dispatch():
         out = _call(func, args, kwargs, alias_of)
         return _Results(func, list(aliases.values()), writes).to_lazy(out)
+
+
+def _is_looking_for_nan() -> bool:
+    """Whether backward runs in anomaly mode, which reads each gradient: no line of the user's shows that."""
+    checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    return checks and torch._C._current_graph_task_id() != -1
 
 
 def known_values(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:

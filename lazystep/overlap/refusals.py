@@ -23,6 +23,13 @@ from .ddp_internals import (
     uses_python_reducer,
 )
 
+# Up to 2.14 torch's quantization hooks take the result of all_gather apart as NCCL fills it.
+QUANTIZATION_RUNS_ON_GLOO = torch.__version__ >= "2.15"
+_QUANTIZATION_HOOKS = (
+    quantization_hooks.quantization_pertensor_hook,
+    quantization_hooks.quantization_perchannel_hook,
+)
+
 
 def check_model(ddp: DistributedDataParallel) -> None:
     """Raise for a DDP model whose reductions don't all pass through one hook per bucket."""
@@ -72,13 +79,11 @@ def check_hook(ddp: DistributedDataParallel, hook: Any, state: Any) -> None:
         )
     if getattr(hook, "__name__", "") == "bf16_compress_wrapper_hook":
         raise UnsupportedError("torch's bf16_compress_wrapper needs NCCL: use lazystep.overlap.bf16_hook")
-    if hook in (
-        quantization_hooks.quantization_pertensor_hook,
-        quantization_hooks.quantization_perchannel_hook,
-    ):
+    if hook in _QUANTIZATION_HOOKS and not QUANTIZATION_RUNS_ON_GLOO:
         raise UnsupportedError(
             f"torch's {hook.__name__} takes the result of all_gather apart as NCCL fills it: on gloo it "
-            "raises IndexError, in plain DDP too. Use fp16_compress_hook or lazystep.overlap.bf16_hook."
+            "raises IndexError before torch 2.15, in plain DDP too. Use fp16_compress_hook or "
+            "lazystep.overlap.bf16_hook."
         )
     if hook is post_localSGD_hook.post_localSGD_hook and state.subgroup is None:
         raise UnsupportedError(
@@ -87,14 +92,18 @@ def check_hook(ddp: DistributedDataParallel, hook: Any, state: Any) -> None:
         )
     if hook is powerSGD_hook.batched_powerSGD_hook:
         raise UnsupportedError(
-            "torch's batched_powerSGD_hook fails in torch 2.13, in plain DDP too: its matrices have no batch "
-            "dimension, and the orthogonalization asserts one. Use powerSGD_hook with one bucket."
+            "torch's batched_powerSGD_hook fails, in plain DDP too: its matrices have no batch dimension, "
+            "and the orthogonalization asserts one. Use powerSGD_hook with one bucket."
         )
-    if hook is powerSGD_hook.powerSGD_hook and not _one_bucket(ddp):
+    if hook in (powerSGD_hook.powerSGD_hook, *_QUANTIZATION_HOOKS) and not _one_bucket(ddp):
+        if hook in _QUANTIZATION_HOOKS:
+            reason = "its callbacks wait for further collectives on the threads that gloo needs for them"
+        else:
+            reason = "callbacks start collectives in an order that differs between ranks"
         raise UnsupportedError(
-            f"torch's {hook.__name__} deadlocks on gloo with several buckets, in plain DDP too: callbacks "
-            "start collectives in an order that differs between ranks. Use bucket_cap_mb= so that all "
-            "gradients fit one bucket (the first holds 1 MiB unless bucket_cap_mb is given), or another hook."
+            f"torch's {hook.__name__} deadlocks on gloo with several buckets, in plain DDP too: {reason}. "
+            "Use bucket_cap_mb= so that all gradients fit one bucket (the first holds 1 MiB "
+            "unless bucket_cap_mb is given), or another hook."
         )
 
 

@@ -45,6 +45,14 @@ NEVER: dict[str, Callable[[], Never]] = {
     "read": lambda: Never(lambda x: x * x.sum().item(), r"waits for a value.*test_reasons\.py"),
     "branch": lambda: Never(lambda x: x * 2 if x.sum() > 0 else x, r"waits for a value.*test_reasons\.py"),
     "barrier": lambda: Never(lambda x: (lazystep.mark_step(), x * 2), r"ends a step at .*test_reasons\.py"),
+    "anomaly mode": lambda: Never(
+        looked_through(check_nan=True),
+        r"anomaly mode looks for NaN\) at .*test_reasons\.py.*set_detect_anomaly",
+    ),
+    "anomaly mode without NaN": lambda: Never(
+        looked_through(check_nan=False),
+        r"anomaly mode keeps the stack .*test_reasons\.py.*set_detect_anomaly",
+    ),
     "nothing": lambda: Never(lambda x: None, "records nothing"),
     "the argument": lambda: Never(lambda x: x, "records nothing"),
     "random": lambda: Never(lambda x: x * random.random(), "random numbers"),
@@ -93,6 +101,17 @@ NEVER: dict[str, Callable[[], Never]] = {
 
 class Plain:
     scale = 2.0
+
+
+def looked_through(check_nan: bool) -> Callable[..., Any]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        with torch.autograd.set_detect_anomaly(True, check_nan):
+            y.square().sum().backward()
+        assert y.grad is not None
+        return y.grad
+
+    return step
 
 
 def counted(numbers: Any) -> Never:

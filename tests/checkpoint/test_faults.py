@@ -27,6 +27,7 @@ from lazystep.checkpoint.directory import MANIFEST, STATE, TENSORS, Directory, c
 from lazystep.checkpoint.files import Files
 from lazystep.checkpoint.ranks import Ranks
 from lazystep.checkpoint.tensor_file import TensorKind, bytes_of
+from lazystep.processes import place
 from tests.helpers import ROOT, run_python
 
 PAGE = ROOT / "docs" / "checkpoints.md"
@@ -488,7 +489,7 @@ def test_temporary_directories_of_other_hosts_are_left_alone_until_they_are_old(
     if gone == 0:
         os._exit(0)
     os.waitpid(gone, 0)
-    alive, there, here = os.getpid(), "0123456789ab", owner.place()
+    alive, there, here = os.getpid(), "0123456789ab", place()
     old, new = owner.FOREIGN_AGE + 60, 0.0
     # Process, place, age, and whether it is removed. Without a place: of an earlier release.
     cases = [
@@ -527,7 +528,7 @@ def test_names_of_temporary_directories_say_where_their_process_is(tmp_path: Pat
 
     write(tmp_path, 1, Counting(disturb))
     assert len(names) == 1
-    assert names[0].startswith(f".writing-{os.getpid()}@{owner.place()}-")
+    assert names[0].startswith(f".writing-{os.getpid()}@{place()}-")
 
 
 class WithoutRoom(Files):

@@ -19,6 +19,7 @@ from lazystep.compile import builder as builder_module
 from lazystep.compile import cache as cache_module
 from lazystep.compile import key
 from lazystep.compile.cache import LIBRARY, CacheError, LibraryCache
+from lazystep.processes import place
 from tests.builds import X, cache, repeat, run_square_sum
 from tests.helpers import count, run_python
 
@@ -180,12 +181,19 @@ def test_least_recently_used_entries_are_evicted() -> None:
 def test_what_a_killed_process_left_is_removed() -> None:
     opened = cache()
     gone = run_python("-c", "import os; print(os.getpid())").stdout.strip()
-    stale = opened.root / "temporary" / f"{gone}-abc"
-    stale.mkdir()
+    # Numbers of processes in another container, or of an earlier release, say nothing here.
+    names = [f"{gone}@{place()}-abc", f"{10**20}@{place()}-abc", f"{gone}@0123456789ab-abc", f"{gone}-abc"]
+    left = [opened.root / "temporary" / name for name in names]
+    for path in left:
+        path.mkdir()
     mine = opened.temporary_directory()
     cache()
-    assert not stale.exists()
+    assert [path.exists() for path in left] == [False, False, True, True]
     assert mine.exists()
+    for path in left[2:]:
+        os.utime(path, (0, 0))
+    cache()
+    assert not any(path.exists() for path in left), "nothing in them has changed for a day"
 
 
 def test_lock_of_a_dead_process_does_not_block() -> None:

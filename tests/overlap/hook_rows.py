@@ -15,9 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from lazystep import overlap
+from lazystep.overlap.refusals import QUANTIZATION_RUNS_ON_GLOO
 
 from .row import HOOKS, row, simple
-from .training import Run, mlp
+from .training import Run, Script, mlp
 
 
 def hooked(run: Run, hook: Any, state: Any, model: nn.Module | None = None, **ddp_options: Any) -> None:
@@ -52,7 +53,7 @@ def power_state(run: Run) -> Any:
 row("powerSGD_hook, one bucket", HOOKS)(
     lambda run: hooked(run, powerSGD_hook.powerSGD_hook, power_state(run), bucket_cap_mb=None)
 )
-row("batched_powerSGD_hook", HOOKS, refused_at="set-up", words="fails in torch 2.13")(
+row("batched_powerSGD_hook", HOOKS, refused_at="set-up", words="fails, in plain DDP too")(
     lambda run: hooked(run, powerSGD_hook.batched_powerSGD_hook, power_state(run), bucket_cap_mb=None)
 )
 
@@ -63,12 +64,17 @@ def power_sgd_buckets(run: Run) -> None:
         hooked(run, powerSGD_hook.powerSGD_hook, power_state(run))
 
 
-row("quantization_pertensor_hook", HOOKS, refused_at="set-up", words="on gloo it raises IndexError")(
-    lambda run: hooked(run, quantization_hooks.quantization_pertensor_hook, run.world.group)
-)
-row("quantization_perchannel_hook", HOOKS, refused_at="set-up", words="on gloo it raises IndexError")(
-    lambda run: hooked(run, quantization_hooks.quantization_perchannel_hook, run.world.group)
-)
+def quantized(hook: Any) -> Script:
+    def script(run: Run) -> None:
+        if run.overlapped or not QUANTIZATION_RUNS_ON_GLOO:  # else plain DDP would hang
+            hooked(run, hook, run.world.group)
+
+    return script
+
+
+for hook in (quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook):
+    words = "deadlocks on gloo" if QUANTIZATION_RUNS_ON_GLOO else "on gloo it raises IndexError"
+    row(f"{hook.__name__}, several buckets", HOOKS, refused_at="set-up", words=words)(quantized(hook))
 
 
 def local_state(run: Run, subgroup: Any) -> Any:

@@ -6,11 +6,13 @@ import os
 import re
 
 import pytest
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 
+from lazystep.overlap.refusals import QUANTIZATION_RUNS_ON_GLOO
 from tests.helpers import ROOT
 from tests.pool import Pool, World
 
+from .hook_rows import hooked
 from .pairwise import Combination, combinations, describe
 from .row import HOOKS, ROWS, Row
 from .table import OPTIMIZERS, TORCH_OPTIMIZERS, Table, forms_of, run_combination, run_optimizer
@@ -47,6 +49,23 @@ def test_row_is_equal_to_plain_ddp_or_refused(table: Table, name: str, optimizer
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_is_equal_to_plain_ddp_with_it_or_refused(table: Table, name: str, optimizer: str) -> None:
     check(HOOKS[name], table.outcomes(HOOKS[name], optimizer))
+
+
+def run_quantized(world: World, name: str) -> Outcome:
+    hook = getattr(quantization_hooks, name)
+    return compare(world, lambda run: hooked(run, hook, world.group, bucket_cap_mb=None), "SGD")
+
+
+@pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
+def test_quantization_hook_with_one_bucket_follows_the_release_of_torch(pool: Pool, name: str) -> None:
+    """The table in the docs is the same for each release, so this row is not in it."""
+    for outcome in pool.run(run_quantized, name):
+        if QUANTIZATION_RUNS_ON_GLOO:
+            assert outcome.verdict == "equal", outcome
+            assert outcome.updated > 0
+        else:
+            assert (outcome.verdict, outcome.stage) == ("refused", "set-up"), outcome
+            assert "IndexError" in outcome.message.partition("; the baseline: ")[2], "plain DDP fails as well"
 
 
 @pytest.mark.parametrize(("name", "form"), [(n, f) for n in TORCH_OPTIMIZERS for f in forms_of(n)])
