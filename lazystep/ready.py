@@ -15,7 +15,8 @@ from . import timeline
 from .config import settings
 from .execute.chain import ReadyCall, ReadyRun
 from .record._recorder import Binding, Bound, State
-from .tiers.tiered import Licence, TieredExecutable
+from .tiers.loaded import Licence
+from .tiers.tiered import TieredExecutable
 
 
 class Ready(NamedTuple):

@@ -30,7 +30,7 @@ from ._places import is_same
 from .changes import Effect, describe_change
 from .evaluation import Evaluation
 from .lasting import Lasting
-from .outline import Outline
+from .outline import Evidence, Outline
 from .places import Kind, Place
 from .random_state import redraws
 from .recipes import Context, NotReplayableError, Recipe, Recipes, UnsettledError
@@ -46,9 +46,10 @@ class Replay:
     def __init__(self, earlier: RecordedCall | Outline, call: RecordedCall) -> None:
         """Raises `NotReplayableError` if the two calls do not explain every input, number and result."""
         assert call.program is not None
-        # A capture from one call is compared with the next call, before any replay: see `Outline`.
-        self.is_confirmed = isinstance(earlier, RecordedCall)
-        # Until then: the constants of that call, each with its position and whose value it was.
+        # A capture from one call is compared with the next call before any replay, unless its relatives
+        # foretell all its numbers: see `Outline`.
+        self._is_from_one_call = isinstance(earlier, Outline)
+        # The constants of that call, each with its position and whose value it was.
         self._unconfirmed: list[tuple[int, Callable[[], Handle | None], torch.Tensor]] = []
         self.num_runs = 0  # replays and audits
         self.num_replays = 0
@@ -65,6 +66,11 @@ class Replay:
         self._expressions: list[Expression] = []
         places, fresh = self._bind_inputs(earlier, call)
         self._find_scalars(earlier, call)
+        # The inputs whose types are compared before each replay.
+        self._given = {position for position, _ in self._arguments} | places.keys()
+        self.is_confirmed = not isinstance(earlier, Outline) or (
+            not self._unconfirmed and earlier.evidence.foretells(self._program, self._given, self._frozen)
+        )
         for number, (position, expression, dtype) in enumerate(self._moved_counts):
             self._expressions.append(expression)
             self._moved_counts[number] = position, len(self._expressions) - 1, dtype
@@ -284,13 +290,18 @@ class Replay:
         """Check that every scalar is the same in both calls, or computed from traced numbers."""
         pairs = zip(earlier.scalars, call.scalars, strict=True)
         used = self._program.used_slots()
+        # The numbers that all replays have in common.
+        self._frozen = [
+            value if expression is None and slot in used else None
+            for slot, (value, expression) in enumerate(call.scalars)
+        ]
         for slot, ((old_value, old), (value, expression)) in enumerate(pairs):
             if expression is not None and expression == old:
                 self._expressions.append(expression)
             elif (expression is not None or old is not None) and slot in used:
                 raise UnsettledError("a number was computed in another way")
-            elif slot not in used or is_same(value, old_value) or not self.is_confirmed:
-                self._expressions.append(value)  # the next call confirms that it is the same for these sizes
+            elif slot not in used or is_same(value, old_value) or self._is_from_one_call:
+                self._expressions.append(value)  # confirmed by relatives, or by the next call of this kind
             else:
                 raise NotReplayableError(
                     f"the number in {self._program.user_of_slot(slot)} was {old_value!r} and then {value!r}, "
@@ -410,6 +421,18 @@ class Replay:
         self._unconfirmed.clear()
         return ""
 
+    def testify(self, evidence: Evidence) -> None:
+        """Two calls agreed: they are evidence for calls with other sizes."""
+        evidence.add(self._program, self._given, self._frozen)
+
+    def skip_early_audits(self, early: int, least: int) -> None:
+        """The captures of its relatives have early audits, and this one does the same but for sizes."""
+        self.next_audit = max(early, least)
+
+    def audit_soon(self) -> None:
+        """Make the next call an audit."""
+        self.next_audit = min(self.next_audit, self.num_replays)
+
     def plan_next_audit(self, seconds: float, early: int, share: float, least: int) -> None:
         """After an audit that took `seconds`: audits come after 1, 2, 4, ... `early` replays, then steadily.
 
@@ -419,8 +442,8 @@ class Replay:
         now = time.perf_counter()
         since, self._audited_at = now - self._audited_at, now
         if not self.is_confirmed:
-            # The captures of its relatives have early audits, and this one does the same but for sizes.
-            self.is_confirmed, self.next_audit = True, max(early, least)
+            self.is_confirmed = True
+            self.skip_early_audits(early, least)
             return
         if self.next_audit < early:
             self.next_audit *= 2

@@ -33,7 +33,7 @@ from .arguments import (
     take_apart,
 )
 from .given_containers import GivenContainers
-from .outline import Outline
+from .outline import Evidence, Outline
 from .place_finder import STEPS_KEY
 from .places import Places
 from .recipes import NotReplayableError, UnsettledError
@@ -304,6 +304,7 @@ class Step(Generic[P, R]):
                     return
                 self._add_capture(captures, replay, changed)
                 self._remember(call)
+                self._testify(replay)
                 return
             except UnsettledError as error:
                 unsettled = unsettled or str(error)
@@ -336,14 +337,25 @@ class Step(Generic[P, R]):
                     return False  # what varies with the sizes may be the same in the next call of this kind
                 self._outlines.insert(0, self._outlines.pop(number))
                 self._add_capture(captures, replay, "")
+                if replay.is_confirmed:
+                    replay.skip_early_audits(_EARLY_AUDITS, _MIN_INTERVAL)
+                    metrics.count("captures_foretold")
                 metrics.count("captures_from_one_call")
                 return True
         return False
 
     def _remember(self, call: RecordedCall) -> None:
         if call.program is not None:
-            others = [outline for outline in self._outlines if not outline.is_like(call)]
-            self._outlines = [Outline(call), *others[: _MAX_OUTLINES - 1]]
+            alike = [outline for outline in self._outlines if outline.is_like(call)]
+            others = [outline for outline in self._outlines if outline not in alike]
+            evidence = alike[0].evidence if alike else Evidence()
+            self._outlines = [Outline(call, evidence), *others[: _MAX_OUTLINES - 1]]
+
+    def _testify(self, replay: Replay) -> None:
+        """Two calls agreed on this capture. Calls with other sizes may rely on it."""
+        outline = next((one for one in self._outlines if one.is_of(replay.variant)), None)
+        if outline is not None:
+            replay.testify(outline.evidence)
 
     def _forget_calls(self) -> None:
         """Let go of everything that is known of earlier calls, but for the captures."""
@@ -476,6 +488,9 @@ class Step(Generic[P, R]):
                 self._note(f"captured from one call, and not confirmed by the next: {difference}")
                 return result
             self._forget_calls()
+            for one in self._captures.values():
+                for other in one.replays:
+                    other.audit_soon()  # what has changed unseen may concern it as well
             metrics.count("captures_outdated")
             message = (
                 f"{self._name} does something else than when it was captured: {difference}. "
@@ -485,6 +500,8 @@ class Step(Generic[P, R]):
             if self._fullgraph:
                 raise CaptureError(message)
             _warn(message)
+        elif not replay.is_confirmed:
+            self._testify(replay)
         replay.plan_next_audit(seconds, _EARLY_AUDITS, _AUDIT_SHARE, _MIN_INTERVAL)
         replay.num_since_audit = 0
         return result

@@ -63,6 +63,8 @@ def fixed_slots(program: Program) -> frozenset[int]:
     """The scalar slots whose values are part of the library."""
     fixed = set()
     for instruction in program.instructions:
+        if not instruction.slots():
+            continue
         for name, arg, is_tensor in _named_arguments(instruction):
             for slot in slots_of(arg):
                 is_free = is_tensor or name in _free_names(base_name(instruction.op))

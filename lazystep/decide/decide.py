@@ -109,7 +109,7 @@ def decide(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dec
         if facts.name in _VALUE_FREE_DRAWS:
             return Decision(Action.DRAW, facts.name, func)
         return Decision(Action.HOST, facts.name, func, "random op that reads values")
-    if not any("Tensor" in str(r.type) for r in func._schema.returns) and not facts.writes:
+    if not (facts.returns_tensors or facts.writes):
         return Decision(Action.HOST, facts.name, func, _reason_for_reading(facts.name))
     if any(type_.layout is not torch.strided for type_ in _operand_types([*args, *kwargs.values()])):
         return Decision(Action.HOST, facts.name, func, "sparse tensor")

@@ -27,6 +27,7 @@ class OpFacts:
         "needs_nbytes",
         "number_names",
         "number_positions",
+        "returns_tensors",
         "work",
         "writes",
     )
@@ -42,6 +43,7 @@ class OpFacts:
         self.writes = frozenset(
             a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
         )
+        self.returns_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         # Writes its results into arguments of the caller, and gives these the right size.
         self.has_out = any(a.name in self.writes and a.kwarg_only for a in schema.arguments)
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -69,6 +71,8 @@ class OpFacts:
             # Updates the running statistics in training; its schema keeps silent about it.
             writes |= {"running_mean", "running_var"}
         written: list[int] = []
+        if not writes:
+            return written
         number = 0
         names = [a.name for a in self.func._schema.arguments]
         for name, arg in [*zip(names, args, strict=False), *kwargs.items()]:

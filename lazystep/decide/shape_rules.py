@@ -2,7 +2,7 @@
 
 `resized` asks here before it asks meta tensors, and compares the answer with the first decision about an op
 in the same way. A rule answers only for operands that are contiguous and where eager raises no error: None
-says that it does not know. `view_rules` has the rules for views.
+says that it does not know. `view_rules` has the rules for views, `image_rules` those for layers of images.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 
 from ..program.types import TensorType, tensor_type
 from .decision import Operand, Result
+from .image_rules import IMAGES, Made, Shape
+from .image_rules import are_plain as _are_plain
 from .view_rules import VIEWS, dense_strides, dimension, is_contiguous
-
-Shape = tuple[int, ...]
-# The data type and shape of each new, contiguous result; None for a result that is not asked for.
-Made = Sequence[tuple[torch.dtype, Shape] | None]
 
 
 class Answer(NamedTuple):
@@ -167,13 +165,8 @@ _LAYERS: dict[str, Callable[..., Made | None]] = {
     "aten.sum.dim_IntList": _sum,
     "aten.mean.dim": _sum,
     "aten.cat.default": _cat,
+    **IMAGES,
 }
-
-
-def _are_plain(*types: Any) -> bool:
-    """Whether all are contiguous tensors of one of the two usual data types."""
-    usual = types[0].dtype in (torch.float32, torch.float64)
-    return usual and all(type_.dtype is types[0].dtype and is_contiguous(type_) for type_ in types)
 
 
 def _is_index(type_: Any) -> bool:

@@ -141,6 +141,39 @@ def _split(x: TensorType, size: Any, dim: Any = 0) -> list[TensorType] | None:
     return found
 
 
+def _expand(x: TensorType, sizes: Any) -> list[TensorType] | None:
+    if type(sizes) is not list or not x.shape or len(sizes) < len(x.shape):
+        return None
+    num_new = len(sizes) - len(x.shape)
+    shape: list[int] = []
+    stride: list[int] = []
+    for dim in reversed(range(len(sizes))):
+        is_new = dim < num_new
+        size = 1 if is_new else x.shape[dim - num_new]
+        step = shape[0] * stride[0] if is_new else x.stride[dim - num_new]
+        wanted = size if sizes[dim] == -1 and not is_new else sizes[dim]
+        if type(wanted) is not int or wanted < 1 or size not in (1, wanted):
+            return None
+        shape.insert(0, wanted)
+        stride.insert(0, step if size == wanted else 0)
+    return _like(x, shape, stride)
+
+
+def _slice(x: TensorType, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    at = dimension(dim, len(x.shape))
+    if at is None or type(step) is not int or step < 1:
+        return None
+    if not all(bound is None or type(bound) is int for bound in (start, end)):
+        return None
+    first, last, _ = slice(start, end).indices(x.shape[at])
+    size = -(-(last - first) // step)
+    if size < 1:
+        return None
+    shape = (*x.shape[:at], size, *x.shape[at + 1 :])
+    stride = (*x.stride[:at], x.stride[at] * step, *x.stride[at + 1 :])
+    return _like(x, shape, stride, first * x.stride[at])
+
+
 VIEWS: dict[str, Rule] = {
     "aten.view.default": _view,
     "aten._unsafe_view.default": _view,
@@ -150,4 +183,6 @@ VIEWS: dict[str, Rule] = {
     "aten.unsqueeze.default": _unsqueeze,
     "aten.select.int": _select,
     "aten.split.Tensor": _split,
+    "aten.expand.default": _expand,
+    "aten.slice.Tensor": _slice,
 }

@@ -217,10 +217,9 @@ def _last_uses(program: Program) -> dict[int, list[int]]:
     """For each instruction, the values that are last used there; -1 for inputs that are never used."""
     last = dict.fromkeys(program.inputs, -1)
     for position, instruction in enumerate(program.instructions):
-        reads = instruction.reads()
-        for value in reads:
+        for value in instruction.reads():
             last[value] = position
-        for value in instruction.defines(reads):
+        for value in instruction.defines():
             last[value] = position
     dies: dict[int, list[int]] = {position: [] for position in range(-1, len(program.instructions))}
     outputs = set(program.outputs)

@@ -67,8 +67,20 @@ Change = Callable[[Place, int], Any]
 
 def rewrite(program: Program, signature: Signature, fixed: Mapping[int, Number], change: Change) -> Rewritten:
     """Replace each number that may vary by what `change` returns, always in the same order."""
+    layouts, lengths = _rewrite_inputs(program, signature, change)
+    instructions = tuple(
+        _rewrite_instruction(position, instruction, change)
+        for position, instruction in enumerate(program.instructions)
+    )
+    return Rewritten(layouts, lengths, instructions, _rewrite_fixed(fixed, change))
+
+
+def _rewrite_inputs(
+    program: Program, signature: Signature, change: Change
+) -> tuple[dict[int, Layout], dict[int, Any]]:
     arguments = {argument.storage: argument for argument in signature.arguments}
-    layouts, lengths = {}, {}
+    layouts: dict[int, Layout] = {}
+    lengths: dict[int, Any] = {}
     for position, value in enumerate(program.inputs):
         type_, storage = program.values[value]
         argument = arguments.get(storage)
@@ -86,15 +98,14 @@ def rewrite(program: Program, signature: Signature, fixed: Mapping[int, Number],
         )
         offset = change(Place(Kind.GEOMETRY, position, 2 * rank), type_.offset) if argument.is_flat else 0
         layouts[value] = Layout(shape, stride, offset)
-    instructions = tuple(
-        _rewrite_instruction(position, instruction, change)
-        for position, instruction in enumerate(program.instructions)
-    )
-    values = {
+    return layouts, lengths
+
+
+def _rewrite_fixed(fixed: Mapping[int, Number], change: Change) -> dict[int, Any]:
+    return {
         slot: change(Place(Kind.FIXED, slot, 0), number) if type(number) is int else number
         for slot, number in fixed.items()
     }
-    return Rewritten(layouts, lengths, instructions, values)
 
 
 def skeleton_of(program: Program, signature: Signature, fixed: Mapping[int, Number]) -> Skeleton:
@@ -107,27 +118,61 @@ def skeleton_of(program: Program, signature: Signature, fixed: Mapping[int, Numb
         numbers.append(number)
         return "#"
 
-    rest = rewrite(program, signature, fixed, take)
+    layouts, lengths = _rewrite_inputs(program, signature, take)
+    texts = []
     values = program.values
+    for position, instruction in enumerate(program.instructions):
+        text, literals = _form_of(instruction)
+        made = [
+            (values[v].storage, str(values[v].type.dtype), len(values[v].type.shape))
+            for v in instruction.results
+            if v
+        ]
+        texts.append(f"{text}, {made}")
+        for count, literal in enumerate(literals):
+            take(Place(Kind.LITERAL, position, count), literal)
+    rest = _rewrite_fixed(fixed, take)
     parts: list[Any] = [
-        [(v, str(values[v].type.dtype), values[v].storage, layout) for v, layout in rest.layouts.items()],
-        sorted(rest.lengths),
+        [(v, str(values[v].type.dtype), values[v].storage, layout) for v, layout in layouts.items()],
+        sorted(lengths),
         [(a.position, a.is_flat) for a in signature.arguments],
         [(where.value, number) for where, number, _ in signature.outputs],
         signature.returned,
         signature.floats,
         signature.ints,
-        [(slot, repr(number)) for slot, number in rest.fixed.items()],
+        [(slot, repr(number)) for slot, number in rest.items()],
         [kind.__name__ for kind in program.scalars],
         program.outputs,
         [describe(program, launch) for launch in launches_of(program)],
     ]
-    for op, args, kwargs, results, writes, rebinds, _ in rest.instructions:
-        made = [
-            (values[v].storage, str(values[v].type.dtype), len(values[v].type.shape)) for v in results if v
-        ]
-        parts.append((op, args, kwargs, results, writes, rebinds, made))
-    return Skeleton(hashlib.sha256(repr(parts).encode()).hexdigest()[:40], tuple(places), tuple(numbers))
+    text = "\n".join([repr(parts), *texts])
+    return Skeleton(hashlib.sha256(text.encode()).hexdigest()[:40], tuple(places), tuple(numbers))
+
+
+def _form_of(instruction: Instruction) -> tuple[str, tuple[int, ...]]:
+    """An instruction without its integers, as text, and the integers. Kept: many programs have it."""
+    try:
+        return instruction.form
+    except AttributeError:
+        literals: list[int] = []
+        args = _without_integers(instruction.args, literals)
+        kwargs = _without_integers(instruction.kwargs, literals)
+        text = repr((instruction.op, args, kwargs, *instruction[3:6]))  # without its line
+        instruction.form = text, tuple(literals)
+        return instruction.form
+
+
+def _without_integers(args: tuple[Any, ...], found: list[int]) -> tuple[Any, ...]:
+    """In the order of `_rewrite_instruction`."""
+    rest = []
+    for arg in args:
+        if type(arg) is int:
+            found.append(arg)
+            arg = "#"
+        elif type(arg) is tuple:
+            arg = _without_integers(arg, found)
+        rest.append(arg)
+    return tuple(rest)
 
 
 def substitute(

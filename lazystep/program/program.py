@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -76,16 +76,7 @@ def _resolve(code: Any, lasti: int) -> str:
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
-class Instruction(NamedTuple):
-    """A call of one op.
-
-    `results` has the value of each tensor that the op returns, in flattened order. It is None for an
-    undefined tensor, and the argument's own value if the op returns an argument. `writes` are the values
-    whose memory the op writes. `rebinds` is for an op that changes an argument's metadata (`t_`, `resize_`,
-    an `out=` of another size): it maps the argument to the value that the argument becomes. The op then runs
-    on an alias of the argument.
-    """
-
+class _Fields(NamedTuple):
     op: str
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
@@ -94,27 +85,58 @@ class Instruction(NamedTuple):
     rebinds: tuple[tuple[int, int], ...]
     source: Source | None
 
-    def reads(self) -> list[int]:
+
+class Instruction(_Fields):
+    """A call of one op.
+
+    `results` has the value of each tensor that the op returns, in flattened order. It is None for an
+    undefined tensor, and the argument's own value if the op returns an argument. `writes` are the values
+    whose memory the op writes. `rebinds` is for an op that changes an argument's metadata (`t_`, `resize_`,
+    an `out=` of another size): it maps the argument to the value that the argument becomes. The op then runs
+    on an alias of the argument.
+
+    What follows from these fields is found once and kept: the passes over a new program all ask for it, and
+    programs that differ in sizes share many instructions, among them those with the longest lists.
+    """
+
+    _reads: tuple[int, ...]
+    _defines: tuple[int, ...]
+    _slots: frozenset[int]
+    # Of other modules, which find them as slowly: `serialize`, and `family.skeleton`.
+    text: str
+    form: tuple[str, tuple[int, ...]]
+
+    def reads(self) -> tuple[int, ...]:
         """The values among the arguments, in order, including repetitions."""
-        found: list[int] = []
-        _add_refs(self.args, found)
-        for _, arg in self.kwargs:
-            _add_refs((arg,), found)
-        return found
+        try:
+            return self._reads
+        except AttributeError:
+            found: list[int] = []
+            _add_refs(self.args, found)
+            for _, arg in self.kwargs:
+                _add_refs((arg,), found)
+            self._reads = tuple(found)
+            return self._reads
 
-    def defines(self, reads: Sequence[int] | None = None) -> Iterator[int]:
-        """The values that this instruction makes. `reads`: what `reads()` said, if it was asked already."""
-        arguments = set(self.reads() if reads is None else reads)
-        for value in self.results:
-            if value is not None and value not in arguments:
-                yield value
-        for _, value in self.rebinds:
-            if value not in self.results:
-                yield value
+    def defines(self) -> tuple[int, ...]:
+        """The values that this instruction makes."""
+        try:
+            return self._defines
+        except AttributeError:
+            arguments = set(self.reads())
+            made = [value for value in self.results if value is not None and value not in arguments]
+            made += [value for _, value in self.rebinds if value not in self.results]
+            self._defines = tuple(made)
+            return self._defines
 
-    def slots(self) -> set[int]:
+    def slots(self) -> frozenset[int]:
         """The scalar slots among the arguments."""
-        return {slot for arg in (*self.args, *(arg for _, arg in self.kwargs)) for slot in slots_of(arg)}
+        try:
+            return self._slots
+        except AttributeError:
+            args = (*self.args, *(arg for _, arg in self.kwargs))
+            self._slots = frozenset([slot for arg in args for slot in slots_of(arg)])
+            return self._slots
 
     @property
     def is_torchs(self) -> bool:
@@ -202,6 +224,7 @@ def _label(found: Iterator[Instruction]) -> str:
     return "no instruction" if first is None else first.label
 
 
+@functools.cache
 def resolve_op(name: str) -> Callable[..., Any]:
     """The torch op with this name, such as `aten.add.Tensor`."""
     namespace, packet, overload = name.split(".")

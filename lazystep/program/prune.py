@@ -26,10 +26,10 @@ def prune(program: Program, keeps_effects: bool = True) -> Program:
     kept = []
     for instruction in reversed(program.instructions):
         reads = instruction.reads()
-        is_needed = any(v in needed for v in instruction.defines(reads))
-        writes_live = any(values[v].storage in live_storages for v in instruction.writes)
-        if not (is_needed or writes_live or (keeps_effects and is_effect(instruction))):
-            continue
+        if needed.isdisjoint(instruction.defines()):
+            writes_live = any(values[v].storage in live_storages for v in instruction.writes)
+            if not (writes_live or (keeps_effects and is_effect(instruction))):
+                continue
         kept.append(instruction)
         needed.update(reads)
         live_storages.update([values[value].storage for value in reads])

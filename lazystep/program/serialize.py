@@ -41,10 +41,22 @@ def to_json(program: Program) -> str:
         "storages": [[storage.nbytes, storage.is_input] for storage in program.storages],
         "inputs": program.inputs,
         "scalars": [kind.__name__ for kind in program.scalars],
-        "instructions": [_instruction_to_data(i) for i in program.instructions],
-        "outputs": program.outputs,
     }
+    # The texts of instructions are kept: programs that differ in sizes have the longest ones in common.
+    instructions = ",".join([_text_of(i) for i in program.instructions])
+    return f'{_dump(data)[:-1]},"instructions":[{instructions}],"outputs":{_dump(program.outputs)}}}'
+
+
+def _dump(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"))
+
+
+def _text_of(instruction: Instruction) -> str:
+    try:
+        return instruction.text
+    except AttributeError:
+        instruction.text = _dump(_instruction_to_data(instruction))
+        return instruction.text
 
 
 def from_json(text: str) -> Program:

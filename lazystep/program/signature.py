@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
@@ -169,6 +170,7 @@ def _shared_storages(program: Program) -> set[int]:
     return {storage for storage, count in counts.items() if count > 1}
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_dense(type_: TensorType) -> bool:
     """Whether the elements fill memory without gaps or overlaps, in any order of dimensions."""
     stand_in = torch.empty_strided(type_.shape, type_.stride, device="meta")

@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -26,13 +25,10 @@ from ..compile.builder import Builder, BuildError, Request
 from ..compile.cache import Library
 from ..compile.scalars import fixed_slots
 from ..config import settings
-from ..execute.chain import ReadyRun
-from ..execute.executable import InstructionError
 from ..execute.library import load
 from ..execute.malloc import give_freed_memory_back, keep_freed_memory
 from ..execute.native import NativeExecutable, UnfitError
 from ..execute.reference import ReferenceExecutable
-from ..execute.thread_choice import ThreadChoice
 from ..notices import notice
 from ..openmp import sleeping_barriers
 from ..program.collectives import is_effect, launches_of
@@ -44,6 +40,7 @@ from .agreement import Communication
 from .check import run_checked
 from .families import Families, Member, Served
 from .kept import NoRoomError
+from .loaded import Licence, LoadedLibrary
 
 # A program with more of them has a fixed scalar that changes all the time.
 _MAX_SPECIALIZATIONS = 64
@@ -486,118 +483,6 @@ def _worth(target: weakref.ref[Specialization]) -> Callable[[], float]:
         return 0.0 if specialization is None else specialization.worth
 
     return worth
-
-
-class Licence:
-    """Lets runs of a program go without Python: see [Note: chain] in execute/chain.h.
-
-    For one library, one set of fixed scalars and one number of threads. Valid from a native run to the next
-    run of another kind.
-    """
-
-    def __init__(
-        self,
-        executable: TieredExecutable,
-        library: LoadedLibrary,
-        fixed: Mapping[int, Number],
-        num_threads: int,
-        communication: Communication | None,
-    ) -> None:
-        self._executable = weakref.ref(executable)
-        self._communication = communication
-        self.library = library
-        self.fixed = fixed
-        self.num_threads = num_threads  # as the training thread has it
-        self.thread_count = library.thread_count  # that the library runs on
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Licence) and (
-            self.library is other.library
-            and self.fixed is other.fixed
-            and self.thread_count == other.thread_count
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the program's last run was one that this licence is for."""
-        executable = self._executable()
-        return executable is not None and executable.licence is self
-
-    def agreements(self) -> list[tuple[Any, int]] | None:
-        """See `Communication.agreements`; empty for a program without collectives."""
-        return self._communication.agreements() if self._communication is not None else []
-
-    def settle(self, run: ReadyRun) -> list[torch.Tensor]:
-        """Do for a run without Python what a run does besides. Its outputs; raises `InstructionError`."""
-        executable = self._executable()
-        if executable is not None:
-            executable.num_runs += 1
-            executable.tier = "native"
-        self.library.note_run(run.seconds)
-        if executable is not None and not self.library.has_thread_count:
-            executable.licence = None
-        failure: InstructionError | None = None
-        try:
-            outputs = self.library.native.outputs_of(run, self.fixed)
-        except InstructionError as error:
-            failure = error
-            raise
-        finally:
-            if self._communication is not None:
-                self._communication.end(run.communicated, failure)
-        if executable is not None:
-            executable.num_native_runs += 1
-        metrics.count("native_executions")
-        return outputs
-
-
-class LoadedLibrary:
-    """A library in use, and on how many threads it runs now. `served`: the member, if it is a family's."""
-
-    def __init__(self, native: NativeExecutable, library: Library, served: Served | None = None) -> None:
-        self.native = native
-        self.library = library
-        self.served = served
-        self.num_runs = 0
-        has_choice = settings.tune_threads and native.num_threads > 1
-        counts = [native.num_threads, 1] if has_choice else [native.num_threads]
-        self._threads = ThreadChoice(counts, served.family_library.threads if served is not None else None)
-        if served is not None:
-            served.family_library.threads = self._threads
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether it has agreed with the reference, now or in an earlier process."""
-        return (self.served.tag if self.served is not None else "") in self.library.checked
-
-    @property
-    def has_thread_count(self) -> bool:
-        """Whether the number of threads has been chosen and is not being measured."""
-        return self._threads.is_made
-
-    @property
-    def thread_count(self) -> int:
-        """On how many threads the next run goes."""
-        return self._threads.next()
-
-    def note_run(self, seconds: float) -> None:
-        """A run without Python has ended."""
-        self.num_runs += 1
-        self._threads.took(seconds)
-
-    def run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
-        """See `Executable.run`. Raises `UnfitError` before anything has run."""
-        self.num_runs += 1
-        num_threads = self._threads.next()
-        if num_threads != self.native.num_threads:
-            # The executor sets its count again before the next step that needs it.
-            torch.set_num_threads(num_threads)
-        start = time.perf_counter()
-        outputs = self.native.run(inputs, scalars)
-        self._threads.took(time.perf_counter() - start)
-        return outputs
 
 
 def _count_refusal(kind: str) -> None:

@@ -18,7 +18,8 @@ from lazystep import config
 from lazystep.compile import builder as builder_module
 from lazystep.execute.compare import TOLERANCES, tolerances_by_storage
 from lazystep.execute.native import UnfitError
-from lazystep.tiers.tiered import LoadedLibrary, Stage, TieredExecutable
+from lazystep.tiers.loaded import LoadedLibrary
+from lazystep.tiers.tiered import Stage, TieredExecutable
 from tests.builds import X, cache, repeat, run_square_sum, square_sum, steps_until_native
 from tests.helpers import count
 

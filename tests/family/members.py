@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -116,6 +117,19 @@ def lstm(device: str) -> Step:
     return train(model, device, loss_of)
 
 
+def projected_lstm(device: str) -> Step:
+    """Batches of sequences of one length: torch computes an LSTM with projections op by op."""
+    model = nn.LSTM(5, 6, num_layers=2, proj_size=3, bidirectional=True)
+
+    def loss_of(batch: int) -> Tensor:
+        with warnings.catch_warnings():  # of oneDNN, which has no projections
+            warnings.simplefilter("ignore")
+            y, (hidden, cell) = model(torch.randn(3, batch, 5).to(device))
+        return y.square().mean() + hidden.square().mean() + cell.square().mean()
+
+    return train(model, device, loss_of)
+
+
 class Graph(nn.Module):
     """Sums the messages along edges, twice."""
 
@@ -170,6 +184,7 @@ MODELS: dict[str, tuple[Callable[[str], Step], list[tuple[int, ...]]]] = {
     "bert": (bert, [(8,), (13,), (6,), (21,)]),
     "conv": (conv, [(4,), (7,), (5,), (3,), (8,)]),
     "lstm": (lstm, [(3, 8), (2, 13), (4, 5), (5, 9), (2, 30)]),
+    "projected lstm": (projected_lstm, [(4,), (7,), (5,), (3,), (8,)]),
     "graph": (graph, [(5, 12), (9, 17), (7, 30), (20, 8)]),
     "slices": (slices, [(4,), (12,), (20,), (33,)]),
     "odd sizes": (odd_sizes, [(9,), (10,), (15,), (11,), (21,)]),

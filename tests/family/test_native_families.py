@@ -71,7 +71,7 @@ def test_slices_have_a_library_with_a_carrier() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["bert", "conv", "lstm", "graph", "odd sizes"])
+@pytest.mark.parametrize("name", ["bert", "conv", "lstm", "projected lstm", "graph", "odd sizes"])
 def test_model_has_a_family_library(name: str) -> None:
     make, sizes = MODELS[name]
     compare(make, [*sizes[:3], *sizes[:3], *sizes, *sizes], num_before=5)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import lazystep
 from lazystep.decide import decide as decide_module
@@ -109,6 +110,48 @@ def test_a_small_op_with_a_rule_is_not_tried_again(monkeypatch: pytest.MonkeyPat
     assert asked == []
 
 
+def test_layers_of_images_need_no_trial_at_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch sizes and image sizes, small and large ones, for which torch may choose other kernels."""
+    in_full: list[str] = []
+    call, trial = decide_module.call, decide_module.run_trial
+    monkeypatch.setattr(decide_module, "call", lambda func, *a: in_full.append(str(func)) or call(func, *a))
+    monkeypatch.setattr(
+        decide_module,
+        "run_trial",
+        lambda decision, *a, **k: in_full.append(decision.op) or trial(decision, *a, **k),
+    )
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 24, 3, padding=1),
+            nn.BatchNorm2d(24),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(24, 24, 3, stride=2, groups=24, bias=False),
+            nn.Conv2d(24, 8, 1),
+        )
+
+    models = {"cpu": make(), "lazy": make().to("lazy")}
+    expected = {"aten.convolution.default", "aten.max_pool2d_with_indices_backward.default"}
+    for number, (batch, size) in enumerate([(5, 14), (1, 14), (2, 9), (32, 14), (3, 64), (17, 33), (1, 8)]):
+        x = torch.randn(batch, 3, size, size)
+        in_full.clear()
+        found = []
+        for device, model in models.items():
+            given = x.to(device).detach().requires_grad_()
+            y = model(given[:, :, 1:].contiguous())
+            y.square().sum().backward()
+            found.append([y, given.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+            model.zero_grad()
+        lazystep.mark_step()
+        decided = set(in_full) & set(shape_rules._LAYERS)
+        assert expected <= decided if number == 0 else not decided
+        assert layouts(found[0]) == layouts(found[1])
+        assert all(torch.equal(a.detach(), b.detach().cpu()) for a, b in zip(*found, strict=True))
+    assert lazystep.metrics.counter_value("layout_repairs") == 0
+
+
 def test_a_new_size_needs_no_trial_and_no_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     in_full: list[str] = []
     call, trial = decide_module.call, decide_module.run_trial
@@ -197,6 +240,50 @@ def _of_shape(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype = torc
 _dims = st.integers(-5, 5)
 
 
+def _image_call(draw: st.DrawFn, op: str) -> tuple[Any, ...]:
+    """Arguments for a layer of images: mostly right ones."""
+    rank = 2 if "pool" in op else draw(st.integers(1, 3))
+    sizes = draw(st.lists(st.sampled_from([1, 3, 4, 7]), min_size=rank, max_size=rank))
+    groups = draw(st.sampled_from([1, 1, 2]))
+    batch, channels, made = draw(st.integers(1, 3)), groups * draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    x = torch.zeros(batch, channels, *sizes)
+    if draw(st.integers(0, 4)) == 0:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    if rank == 2 and draw(st.integers(0, 3)) == 0:
+        x = x.to(memory_format=torch.channels_last)
+
+    def numbers(*choices: int) -> list[int]:
+        return draw(st.lists(st.sampled_from(choices), min_size=rank, max_size=rank))
+
+    mask = draw(st.lists(st.booleans(), min_size=3, max_size=3))
+    if "batch_norm" in op:
+        vectors = [_of_shape(draw, (channels,)) for _ in range(6)]
+        if op == "aten.native_batch_norm.default":
+            return x, *vectors[:4], draw(st.integers(0, 5)) > 0, 0.1, 1e-5
+        grad = _of_shape(draw, x.shape)
+        return grad, x, *vectors[:5], draw(st.integers(0, 5)) > 0, 1e-5, mask
+    if "pool" in op:
+        window = numbers(1, 2, 3), draw(st.sampled_from([[], [2], [1, 2]])), numbers(0, 0, 1), [1], False
+        if op == "aten.max_pool2d_with_indices.default":
+            return x, *window
+        made_by = torch.ops.aten.max_pool2d_with_indices.default
+        try:
+            shape = made_by(x, *window)[0].shape
+        except RuntimeError:
+            shape = x.shape
+        return _of_shape(draw, shape), x, *window, _of_shape(draw, shape, torch.int64)
+    weight = torch.zeros(made * groups, channels // groups, *numbers(1, 2, 3))
+    window = numbers(1, 1, 2), numbers(0, 1), numbers(1, 1, 2), False, [0] * rank, groups
+    if op == "aten.convolution.default":
+        bias = draw(st.sampled_from([None, torch.zeros(made * groups)]))
+        return x, weight, bias, *window
+    try:
+        shape = torch.ops.aten.convolution(x, weight, None, *window).shape
+    except RuntimeError:
+        shape = x.shape
+    return _of_shape(draw, shape), x, weight, [made * groups], *window, mask
+
+
 @st.composite
 def rule_calls(draw: st.DrawFn, op: str) -> tuple[Any, ...]:
     """Arguments for an op with a rule."""
@@ -220,6 +307,14 @@ def rule_calls(draw: st.DrawFn, op: str) -> tuple[Any, ...]:
         return x, draw(_dims)
     if op == "aten.split.Tensor":
         return x, draw(st.integers(0, 4)), draw(_dims)
+    if op == "aten.expand.default":
+        new = draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2))
+        return x, [*new, *(draw(st.sampled_from([-1, size, size, 3])) for size in x.shape)]
+    if op == "aten.slice.Tensor":
+        bounds = [draw(st.one_of(st.none(), st.integers(-7, 7), st.just(2**63 - 1))) for _ in range(2)]
+        return x, draw(_dims), *bounds, draw(st.integers(1, 3))
+    if op in shape_rules.IMAGES:
+        return _image_call(draw, op)
     end = list(x.shape[draw(st.integers(-2, -1)) :])
     affine = [_of_shape(draw, tuple(end)), _of_shape(draw, tuple(end))]
     rest = (*x.shape[: -len(end)], *(1 for _ in end))
