@@ -399,7 +399,7 @@ class Replay:
 
     def predict(self, leaves: list[Any], values: list[Any]) -> list[Any] | None:
         """The scalars that a replay would use, without advancing any count; None if `run` would refuse."""
-        if self._given(leaves, values) is None:
+        if self._find_given(leaves, values) is None:
             return None
         before = self._numbers.counts()
         try:
@@ -461,7 +461,7 @@ class Replay:
         """
         profile = timeline.active
         start = time.perf_counter() if profile is not None else 0.0
-        given = self._given(leaves, values)
+        given = self._find_given(leaves, values)
         if given is None:
             return False, None
         made: Context | None = None
@@ -537,7 +537,7 @@ class Replay:
         for place, value in new:
             place.set(value)
 
-    def _given(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
+    def _find_given(self, leaves: list[Any], values: list[Any]) -> list[tuple[int, Handle]] | None:
         """The handles of arguments, with their positions; None if types or memory sharing have changed.
 
         Then `_state` has those of all other inputs except fresh ones.
