@@ -5,8 +5,10 @@ A message says what happened, in which op, which line of the user's code recorde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class LazyStepError(RuntimeError):
