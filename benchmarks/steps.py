@@ -40,6 +40,7 @@ from .steps_report import (
     EAGER,
     FIRST_STEPS,
     FUSED,
+    IN_A_LOOP,
     JAX,
     LOOP,
     REPLAY_CALL,
@@ -271,7 +272,7 @@ class Worker:
         return {REPLAY_CALL: statistics.median(seconds)}
 
     def audits(self, max_seconds: float) -> dict[str, float]:
-        """The share of the time that audits take, from one steady audit to the next."""
+        """What audits take of the time from one steady audit to the next, and a replay in that loop."""
         from lazystep import metrics
 
         calls: list[tuple[float, bool]] = []
@@ -290,7 +291,9 @@ class Worker:
                 calls.append((seconds, is_audit))
         share = audit_share(calls, time.perf_counter() - begin)
         self.system.wait()
-        return {} if share is None else {AUDITS: share}
+        if share is None:
+            return {}
+        return {AUDITS: share, IN_A_LOOP: statistics.median(time for time, is_audit in calls if not is_audit)}
 
     def peak_memory(self) -> dict[str, float]:
         """The most bytes that this process has had in memory so far."""

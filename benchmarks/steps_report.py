@@ -33,6 +33,7 @@ UNTIL_NATIVE = "until native"
 # The mean from the first barrier to the first native step: of a loop that does not wait for the build.
 STEP_UNTIL_NATIVE = "a step until native"
 REPLAY_CALL = "replay call"
+IN_A_LOOP = "in a loop"
 AUDITS = "audits"
 OTHERS = "processor time taken by others"
 
@@ -69,15 +70,6 @@ def geometric_mean(rates: Sequence[float]) -> float:
 # -- goals -------------------------------------------------------------------------------------
 
 
-def _mean_rate(variant: str) -> Callable[[Outcomes], Numbers]:
-    def measure(outcomes: Outcomes) -> Numbers:
-        rates = [outcome.rate(variant) for outcome in outcomes.values()]
-        found = [rate for rate in rates if rate is not None]
-        return {"mean": geometric_mean(found) if found and len(found) == len(rates) else None}
-
-    return measure
-
-
 def _rates(variant: str, baselines: Sequence[str]) -> Callable[[Outcomes], Numbers]:
     """Rates relative to the fastest baseline that was measured."""
 
@@ -87,6 +79,17 @@ def _rates(variant: str, baselines: Sequence[str]) -> Callable[[Outcomes], Numbe
             rates = [outcome.rate(variant, baseline) for baseline in baselines]
             numbers[model] = min((rate for rate in rates if rate is not None), default=None)
         return numbers
+
+    return measure
+
+
+def _mean(measure_each: Callable[[Outcomes], Numbers]) -> Callable[[Outcomes], Numbers]:
+    """The geometric mean over all models; None if one is missing."""
+
+    def measure(outcomes: Outcomes) -> Numbers:
+        numbers = measure_each(outcomes).values()
+        found = [number for number in numbers if number is not None]
+        return {"mean": geometric_mean(found) if found and len(found) == len(numbers) else None}
 
     return measure
 
@@ -165,15 +168,24 @@ _NATIVE = 0.99
 
 def _goals() -> list[Goal[Outcomes]]:
     goals = []
-    for variant, mean, each in ((LOOP, 1.5, 1.1), (STEP, 1.8, 1.15)):
+    for variant, mean, each in ((LOOP, 1.6, 1.1), (STEP, 1.8, 1.15)):
         native = f"{variant}: all measured steps ran natively"
         goals += [
             Goal(native, _medians(f"{variant}, native"), at_least=_NATIVE),
-            Goal(f"{variant}: {mean} times eager's rate, geometric mean", _mean_rate(variant), at_least=mean),
+            Goal(
+                f"{variant}: {mean} times eager's rate, geometric mean",
+                _mean(_rates(variant, [EAGER])),
+                at_least=mean,
+            ),
             Goal(f"{variant}: {each} times eager's rate on each", _rates(variant, [EAGER]), at_least=each),
             Goal(
                 f"{variant}: ahead of the best torch.compile on each",
                 _rates(variant, [COMPILED_MODEL, COMPILED_STEP]),
+                at_least=_AHEAD,
+            ),
+            Goal(
+                f"{variant}: ahead of the best of torch.compile and fused eager, geometric mean",
+                _mean(_rates(variant, [COMPILED_MODEL, COMPILED_STEP, FUSED])),
                 at_least=_AHEAD,
             ),
             Goal(f"{variant}: ahead of JAX on each", _rates(variant, [JAX]), at_least=_AHEAD),
@@ -320,13 +332,15 @@ def calls_table(outcomes: Outcomes) -> Table:
         is_there = REPLAY_CALL in once.samples
         cell = once.spread(REPLAY_CALL).format(1e6, 0) if is_there else once.failures.get(REPLAY_CALL, "-")
         audits = f"{once.spread(AUDITS).median:.2%}" if AUDITS in once.samples else "-"
-        rows.append([model, cell, audits])
+        in_a_loop = f"{once.spread(IN_A_LOOP).median * 1e6:.0f}" if IN_A_LOOP in once.samples else "-"
+        rows.append([model, cell, in_a_loop, audits])
     note = (
         "Replay call: µs of the training thread, with CPU tensors as arguments and places free among the "
-        "steps in flight. Audits: the share of the time from one steady audit to the next that the training "
-        "thread spends on the audit, beyond what a replay takes."
+        "steps in flight; the middle one of three calls. In a loop: µs of the thread's processor time, where "
+        "it sleeps for a place and then finds nothing in the caches. Audits: the share of the time from one "
+        "steady audit to the next that the training thread spends on the audit, beyond what a replay takes."
     )
-    return Table("One replay call of `@lazystep.step`", ["model", "replay call", AUDITS], rows, note)
+    return Table("One replay call of `@lazystep.step`", ["model", REPLAY_CALL, IN_A_LOOP, AUDITS], rows, note)
 
 
 def goals_table(outcomes: Outcomes) -> Table:

@@ -475,7 +475,6 @@ class Step(Generic[P, R]):
         start = time.perf_counter()
         # Whatever it reads is right in this call; `changed_value` has looked whether a replay may rest on it.
         call = self._record_once(leaves, structure, given, context, is_witnessed=False, new_arguments=())
-        seconds = time.perf_counter() - start
         metrics.count("captures_audited")
         result: R = call.result
         difference = "" if call.disturbance else _audit_difference(replay, call, predicted)
@@ -502,6 +501,7 @@ class Step(Generic[P, R]):
             _warn(message)
         elif not replay.is_confirmed:
             self._testify(replay)
+        seconds = time.perf_counter() - start  # with the comparison
         replay.plan_next_audit(seconds, _EARLY_AUDITS, _AUDIT_SHARE, _MIN_INTERVAL)
         replay.num_since_audit = 0
         return result

@@ -18,6 +18,7 @@
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -47,15 +48,13 @@ struct ReadyCall {
   // collectives that their ranks must have agreed on.
   ReadyCall(
       std::shared_ptr<Library> library, const std::vector<std::optional<at::Tensor>>& arguments,
-      const std::vector<std::pair<size_t, at::Tensor>>& own, at::Tensor floats, std::vector<size_t> floats_at,
-      at::Tensor ints, std::vector<size_t> ints_at, const std::vector<std::pair<size_t, py::object>>& fixed,
+      const std::vector<std::pair<size_t, at::Tensor>>& own, at::Tensor floats, const std::vector<size_t>& floats_at,
+      at::Tensor ints, const std::vector<size_t>& ints_at, const std::vector<std::pair<size_t, py::object>>& fixed,
       const std::vector<at::Tensor>& returned, int num_threads,
       std::vector<std::pair<std::shared_ptr<Group>, int64_t>> agreements)
       : library(std::move(library)),
-        floats(std::move(floats)),
-        ints(std::move(ints)),
-        floats_at(std::move(floats_at)),
-        ints_at(std::move(ints_at)),
+        floats(std::move(floats), floats_at),
+        ints(std::move(ints), ints_at),
         num_threads(num_threads),
         agreements(std::move(agreements)) {
     for (const auto& argument : arguments) {
@@ -64,7 +63,11 @@ struct ReadyCall {
       if (argument && addresses.back() != nullptr) taken.insert(addresses.back());
     }
     for (const auto& [number, example] : own) this->own.push_back({number, Form(example)});
-    for (const auto& [at, value] : fixed) this->fixed.push_back({at, Number(value.ptr())});
+    for (const auto& [at, value] : fixed) {
+      std::pair<size_t, Number> one{at, Number(value.ptr())};
+      // The same number may be a part of the library in many places: it is compared once.
+      if (std::find(this->fixed.begin(), this->fixed.end(), one) == this->fixed.end()) this->fixed.push_back(one);
+    }
     for (const auto& example : returned) this->returned.emplace_back(example);
   }
 
@@ -101,13 +104,35 @@ struct ReadyCall {
     int64_t bits = 0;
   };
 
+  // The numbers that a library takes in one tensor. An optimizer has the same few for every parameter: a run, which the
+  // training thread makes, has each once, and the executor thread spreads them.
+  struct Numbers {
+    Numbers(at::Tensor tensor, const std::vector<size_t>& places) : tensor(std::move(tensor)) {
+      for (size_t place : places) {
+        size_t which = std::find(distinct.begin(), distinct.end(), place) - distinct.begin();
+        if (which == distinct.size()) distinct.push_back(place);
+        elements.push_back(which);
+      }
+    }
+
+    template <typename T>
+    void spread(const std::vector<T>& numbers) {
+      if (elements.empty()) return;
+      T* to = tensor.data_ptr<T>();
+      for (size_t which : elements) *to++ = numbers[which];
+    }
+
+    at::Tensor tensor;
+    std::vector<size_t> distinct;  // places in a run's list
+    std::vector<size_t> elements;  // of the tensor: which of the distinct numbers each is
+  };
+
   std::shared_ptr<Library> library;
   std::vector<at::Tensor> arguments;  // undefined for those that each run has its own of
   std::vector<const void*> addresses;
   std::unordered_set<const void*> taken;
   std::vector<std::pair<size_t, Form>> own;
-  at::Tensor floats, ints;
-  std::vector<size_t> floats_at, ints_at;
+  Numbers floats, ints;
   std::vector<std::pair<size_t, Number>> fixed;
   std::vector<Form> returned;
   int num_threads;
@@ -137,10 +162,10 @@ class ReadyRun {
       if (!(ReadyCall::Number(get(at)) == expected)) return nullptr;
     }
     auto run = std::make_shared<ReadyRun>();
-    run->floats_.reserve(call->floats_at.size());
-    for (size_t at : call->floats_at) run->floats_.push_back(PyFloat_AsDouble(get(at)));
-    run->ints_.reserve(call->ints_at.size());
-    for (size_t at : call->ints_at) run->ints_.push_back(PyLong_AsLongLong(get(at)));
+    run->floats_.reserve(call->floats.distinct.size());
+    for (size_t at : call->floats.distinct) run->floats_.push_back(PyFloat_AsDouble(get(at)));
+    run->ints_.reserve(call->ints.distinct.size());
+    for (size_t at : call->ints.distinct) run->ints_.push_back(PyLong_AsLongLong(get(at)));
     if (PyErr_Occurred()) {  // a number that does not fit: the run in Python says which
       PyErr_Clear();
       return nullptr;
@@ -165,8 +190,8 @@ class ReadyRun {
     }
     std::vector<at::Tensor> arguments = call.arguments;
     for (size_t i = 0; i < own_.size(); ++i) arguments[call.own[i].first] = own_[i];
-    std::copy(floats_.begin(), floats_.end(), floats_.empty() ? nullptr : call.floats.data_ptr<double>());
-    std::copy(ints_.begin(), ints_.end(), ints_.empty() ? nullptr : call.ints.data_ptr<int64_t>());
+    call.floats.spread(floats_);
+    call.ints.spread(ints_);
     if (at::get_num_threads() != call.num_threads) at::set_num_threads(call.num_threads);
     if (flushes_denormals() != flushes_denormals_) at::globalContext().setFlushDenormal(flushes_denormals_);
     try {
