@@ -56,8 +56,8 @@ def draw_sizes() -> None:
 
 def draw_closures() -> None:
     """Step time with each way of reporting."""
-    samples = load("closures")["measurements"]["all"]["samples"]
-    names = list(samples)[::-1]
+    samples = load("closures")["measurements"]["all cores"]["samples"]
+    names = [name for name in samples if name != "reports alone"][::-1]
     spreads = [Spread.of(samples[name]) for name in names]
     figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
     bars = [[(s.median - s.low) * 1e3 for s in spreads], [(s.high - s.median) * 1e3 for s in spreads]]
