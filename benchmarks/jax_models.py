@@ -260,12 +260,16 @@ class Worker:
         self.turn(num_steps)
         return {}
 
-    def turn(self, num_steps: int, is_busy: bool = False) -> dict[str, float]:
-        """Seconds per step, including sampling. If `is_busy`, another thread spins in Python meanwhile."""
+    def turn(self, num_steps: int, is_sampled: bool = True, is_busy: bool = False) -> dict[str, float]:
+        """Seconds per step, including sampling if `is_sampled`.
+
+        If `is_busy`, another thread spins in Python meanwhile.
+        """
+        batches = [] if is_sampled else [self.make_batch() for _ in range(num_steps)]
         with spinning(is_busy):
             start = time.perf_counter()
-            for _ in range(num_steps):
-                x, y = self.make_batch()
+            for number in range(num_steps):
+                x, y = self.make_batch() if is_sampled else batches[number]
                 self.state, _ = self.step(self.state, x, y)
             jax.block_until_ready(self.state)
             seconds = time.perf_counter() - start

@@ -186,12 +186,15 @@ class Worker:
         loss.item()
         return {f"first step, {self.name}": time.perf_counter() - start}
 
-    def train(self, num_steps: int) -> list[float]:
-        """Train and return the training thread's time for each step, including waits for a full queue."""
+    def train(self, num_steps: int, batches: Sequence[Any] | None = None) -> list[float]:
+        """Train and return the training thread's time for each step, including waits for a full queue.
+
+        Batches are sampled one by one unless they are given.
+        """
         seconds = []
-        for _ in range(num_steps):
+        for number in range(num_steps):
             before = time.perf_counter()
-            loss = self.step(*self.make_batch())
+            loss = self.step(*(self.make_batch() if batches is None else batches[number]))
             self.system.mark_step()
             seconds.append(time.perf_counter() - before)
         del loss  # kept until here, as in a loop that reports the loss
@@ -244,12 +247,16 @@ class Worker:
             self.system.wait()
         return {}
 
-    def turn(self, num_steps: int, is_busy: bool = False) -> dict[str, float]:
-        """Seconds per step, including sampling. If `is_busy`, another thread spins in Python meanwhile."""
+    def turn(self, num_steps: int, is_sampled: bool = True, is_busy: bool = False) -> dict[str, float]:
+        """Seconds per step, including sampling if `is_sampled`.
+
+        If `is_busy`, another thread spins in Python meanwhile.
+        """
         before = self._num_native()
+        batches = None if is_sampled else [self.make_batch() for _ in range(num_steps)]
         with spinning(is_busy):
             start = time.perf_counter()
-            self.train(num_steps)
+            self.train(num_steps, batches)
             self.system.wait()
             seconds = time.perf_counter() - start
         if is_busy:
@@ -417,7 +424,9 @@ def measure_model(model: str, plan: Plan, directory: Path) -> Outcome:
         busy_turns: dict[str, Turn] = {}
         for name in BUSY:
             if name not in steps.failures:
-                ask = functools.partial(systems[name].ask, task="turn", num_steps=max(num_steps // 2, 2))
+                ask = functools.partial(
+                    systems[name].ask, task="turn", is_sampled=False, num_steps=max(num_steps // 2, 2)
+                )
                 busy_turns |= {name: ask, f"{name}, busy": functools.partial(ask, is_busy=True)}
         neighbours = Neighbours(systems.values())
         busy = interleave(busy_turns, 0, plan.num_busy_repeats, plan.max_seconds, list(busy_turns))

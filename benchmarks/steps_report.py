@@ -322,7 +322,11 @@ def busy_table(outcomes: Outcomes) -> Table:
             else:
                 row.append("-")
         rows.append([*row, f"{busy.others:.0%}"])
-    note = "Rate beside one thread that spins in Python, without it = 1. The thread takes one core as well."
+    note = (
+        "Rate beside one thread that spins in Python, without it = 1. The thread takes one core as well. The "
+        "batches are there already: each op of torch that samples would give the interpreter lock away, and "
+        "NumPy, which samples for JAX, keeps it."
+    )
     return Table("A busy Python thread", ["model", *BUSY, OTHERS], rows, note)
 
 

@@ -67,6 +67,16 @@ class MovedArguments:
             if isinstance(before, torch.Tensor) and before.is_cpu and before.requires_grad and before.is_leaf
         ]
 
+    def explain(self, error: Exception) -> None:
+        """Tell in an error that an op wants a tensor on the CPU why it is not there."""
+        if self._facts and "cpu" in str(error).lower():
+            numbers = ", ".join(str(number) for number, *_ in self._facts)
+            error.add_note(
+                "lazystep: a captured step moves its CPU tensors to the lazy device (here argument "
+                f"{numbers}). Where an op needs one on the CPU, pass x.cpu() to it inside the step, which "
+                "reads its values."
+            )
+
     def check(self, name: str, inputs: Sequence[Handle], written: Sequence[bool]) -> None:
         """Raise if the step has changed one of them. `written`: which inputs of the program it writes."""
         for number, leaf, gradient, version in self._gradients:

@@ -343,12 +343,23 @@ class RecordedCall:
             return
         if maker := self.program.drop_lost_outputs(self._owned_handles()):
             has_graph = any(isinstance(r, torch.Tensor) and r.requires_grad for r in self.result_leaves)
-            self._refuse(
-                f"what it returns carries a graph, which holds the result of {maker}: call backward "
-                "inside, or compute it under torch.no_grad()"
-                if has_graph
-                else f"the result of {maker} is kept where a replay can't put a new one"
-            )
+            with_gradient = [
+                number
+                for number, leaf in enumerate(self.leaves)
+                if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None
+            ]
+            if has_graph:
+                self._refuse(
+                    f"what it returns carries a graph, which holds the result of {maker}: call backward "
+                    "inside, or compute it under torch.no_grad()"
+                )
+            elif with_gradient:
+                self._refuse(
+                    f"it leaves a gradient in argument {with_gradient[0]}, where a replay can't put a new "
+                    "one; differentiate by x.detach().requires_grad_() inside"
+                )
+            else:
+                self._refuse(f"the result of {maker} is kept where a replay can't put a new one")
 
     # -- for a replay ------------------------------------------------------------------------------
 

@@ -198,7 +198,11 @@ class Step(Generic[P, R]):
         else:
             moved = MovedArguments(args, kwargs, leaves, structure)
             given = GivenContainers(args, kwargs)
-            result = self._record(captures, leaves, structure, given, lazy_context)
+            try:
+                result = self._record(captures, leaves, structure, given, lazy_context)
+            except Exception as error:
+                moved.explain(error)
+                raise
         finish_step(lazy_context)
         if moved is not None and self._last_program is not None:
             (inputs, written), self._last_program = self._last_program, None

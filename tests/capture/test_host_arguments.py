@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -253,3 +255,66 @@ def test_cpu_argument_that_wants_a_gradient_and_gets_none_is_moved() -> None:
     step = captured(lambda x: (x * 2).detach())
     for number in range(4):
         assert step(torch.full((2,), float(number), requires_grad=True)).tolist() == [2.0 * number] * 2
+
+
+def test_an_op_that_needs_a_cpu_tensor_says_where_it_went_and_the_remedy_works():
+    torch.manual_seed(0)
+    net = torch.nn.GRU(3, 4, batch_first=True).to("lazy")
+    x, lengths = torch.randn(3, 5, 3), torch.tensor([5, 3, 2])
+
+    @lazystep.step
+    def wrong(x, lengths):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return net(packed)[1].sum()
+
+    with pytest.raises(RuntimeError, match="CPU") as raised:
+        wrong(x, lengths)
+    (note,) = (one for one in raised.value.__notes__ if "moves its CPU tensors" in one)
+    assert "argument 0, 1" in note
+    assert "x.cpu()" in note
+
+    @lazystep.step
+    def right(x, lengths):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True)
+        return net(packed)[1].sum()
+
+    host = copy.deepcopy(net).cpu()
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    expected = host(packed)[1].sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lazystep.LazyStepWarning)
+        for _ in range(3):
+            assert torch.equal(right(x, lengths).detach().cpu(), expected.detach())
+
+
+def test_errors_that_are_not_about_the_cpu_get_no_note():
+    @lazystep.step
+    def fail(x):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        fail(torch.ones(2))
+    assert not [one for one in getattr(raised.value, "__notes__", []) if "moves its CPU tensors" in one]
+
+
+def test_a_gradient_left_in_an_argument_is_named_and_the_remedy_replays():
+    weight = torch.ones(3, device="lazy", requires_grad=True)
+
+    def penalty(x):
+        y = (weight * x * x).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        loss = (slope * slope).sum()
+        loss.backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.1)
+        weight.grad = None
+        return loss.detach()
+
+    step = lazystep.step(lambda x: penalty(x.requires_grad_()))
+    with pytest.warns(lazystep.LazyStepWarning, match="it leaves a gradient in argument 0"):
+        for x in [torch.ones(3, device="lazy") for _ in range(4)]:
+            step(x)
+    inside = lazystep.step(lambda x: penalty(x.detach().requires_grad_()), fullgraph=True)
+    for _ in range(4):
+        inside(torch.ones(3, device="lazy"))
+    assert inside.num_replayed > 0
