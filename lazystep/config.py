@@ -68,7 +68,7 @@ class Settings:
     """All settings. Each field is read from `LAZYSTEP_<NAME IN CAPITALS>`."""
 
     max_in_flight: int = _setting(
-        4, "Steps that may be queued or running before `mark_step` waits for a place.", int, _positive
+        8, "Steps that may be queued or running before `mark_step` waits for a place.", int, _positive
     )
     max_instructions: int = _setting(
         20_000, "A recording of this many instructions gets an automatic barrier.", int, _positive

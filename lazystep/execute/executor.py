@@ -154,7 +154,7 @@ class Executor:
         """Block until half of the places for steps are free, at most for the setting `wait_timeout`.
 
         A thread that has slept finds nothing of what it needs in the processor's caches, and pays some
-        hundred microseconds for it. So it wakes for two steps, not for one.
+        hundred microseconds for it. So it wakes for several steps, not for one.
         """
         self._wake_executor()
         half = settings.max_in_flight // 2
