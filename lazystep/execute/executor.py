@@ -35,6 +35,7 @@ from ..errors import LazyStepError, WaitTimeoutError
 from ..interrupts import undisturbed
 from ..openmp import are_barriers_sleeping, release_pool
 from .chain import make_chain
+from .malloc import share_heaps
 from .run import Run
 from .threads import ThreadState, current_state, flushes_denormals, make_bell
 
@@ -113,6 +114,7 @@ class Executor:
                 self._settle()
             if not self._closed:
                 if self._thread is None:
+                    share_heaps()
                     thread = threading.Thread(target=self._work, name="lazystep-executor", daemon=True)
                     thread.start()
                     self._thread = thread

@@ -62,6 +62,36 @@ def test_freed_memory_is_given_back_on_request() -> None:
     assert after - before < 20_000
 
 
+HEAPS = """
+import ctypes, tempfile
+import torch, lazystep
+from lazystep.runtime import runtime
+
+x = torch.ones(1000, device="lazy")
+for _ in range(20):
+    x = (x * 1.01).cumsum(0)
+    lazystep.mark_step()
+lazystep.wait_device_ops()
+assert runtime.executor._thread is not None
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+libc.fclose.argtypes = [ctypes.c_void_p]
+libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+with tempfile.NamedTemporaryFile("r") as file:
+    stream = libc.fopen(file.name.encode(), b"w")
+    assert libc.malloc_info(0, stream) == 0
+    libc.fclose(stream)
+    print(file.read().count("<heap nr="))
+"""
+
+
+@pytest.mark.parametrize(("environ", "is_shared"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
+def test_the_executor_shares_the_heap_of_the_training_thread_unless_told(environ, is_shared) -> None:
+    done = run_python("-c", HEAPS, OMP_NUM_THREADS="1", LAZYSTEP_TIER="reference", **environ)
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) == 1) is is_shared
+
+
 def num_page_faults(what: str) -> int:
     done = run_python("-c", SCRIPT, what)
     assert done.returncode == 0, done.stderr
