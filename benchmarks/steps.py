@@ -23,13 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from . import readme
 from .models import MODELS
 from .recording import System, Trainer, load_system
 from .steps_report import (
@@ -54,10 +54,8 @@ from .steps_report import (
     Outcome,
     all_tables,
     audit_share,
-    with_table,
 )
 from .timing import (
-    RESULTS,
     Measurements,
     Neighbours,
     Peer,
@@ -479,9 +477,7 @@ def main() -> None:
     # A run of some models must not replace the report of all models.
     if not arguments.quick and set(models) == MODELS.keys():
         report.write()
-        # The README's table has a test, which a number copied by hand would fail.
-        readme = RESULTS.parent.parent / "README.md"
-        readme.write_text(with_table(readme.read_text(), asdict(report)))
+        readme.update()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ numbers (`first step, <variant>`, `until native`, `warm start`, ...) are seconds
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .goals import Goal, Numbers, to_table
 from .timing import Measurements, Table
@@ -111,7 +110,7 @@ def _until_native_beside_compile(outcomes: Outcomes) -> Numbers:
     return _medians(UNTIL_NATIVE, less=f"first step, {COMPILED_MODEL}")(outcomes)
 
 
-def _rate_until_native(outcomes: Outcomes) -> Numbers:
+def rate_until_native(outcomes: Outcomes) -> Numbers:
     """The rate of steps from a cold start to the first native one, eager = 1."""
     numbers: dict[str, float | None] = {}
     for model, outcome in outcomes.items():
@@ -199,7 +198,7 @@ def _goals() -> list[Goal[Outcomes]]:
             at_most=0.0,
             unit=" s",
         ),
-        Goal("cold start: steps until native at 0.9 of eager's rate", _rate_until_native, at_least=0.9),
+        Goal("cold start: steps until native at 0.9 of eager's rate", rate_until_native, at_least=0.9),
         Goal(
             "cold start of the small GPT: ahead of eager after 45 s", _steps_after(45.0, "gpt"), at_least=1.0
         ),
@@ -355,40 +354,3 @@ def goals_table(outcomes: Outcomes) -> Table:
 def all_tables(outcomes: Outcomes) -> list[Table]:
     makers = (goals_table, steps_table, rates_table, starts_table, building_table, busy_table, calls_table)
     return [make(outcomes) for make in makers]
-
-
-# -- the README's table ------------------------------------------------------------------------
-
-_README_ROWS = {
-    "mlp": "MLP, 6x256, batch 64",
-    "gpt": "GPT, 4 layers, 128 wide, 8x64 tokens",
-    "conv": "conv net, 5 layers with batch norm, 16x3x32x32",
-    "lstm": "LSTM cell, 24 steps, 64 wide, batch 16",
-}
-_README_COLUMNS = (EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP, JAX, LOOP, STEP)
-
-
-def readme_table(report: Mapping[str, Any]) -> str:
-    """The README's table from a report on disk: median ms per step, and the rate of `@lazystep.step`."""
-    lines = [
-        f"| ms a training step | {' | '.join(_README_COLUMNS)} | step against eager |",
-        "|---" * (len(_README_COLUMNS) + 2) + "|",
-    ]
-    for model, title in _README_ROWS.items():
-        measured = Measurements(**report["measurements"][model])
-        cells = [
-            "fails" if name in measured.failures else f"{measured.spread(name).median * 1e3:.1f}"
-            for name in _README_COLUMNS
-        ]
-        lines.append(f"| {title} | {' | '.join(cells)} | {measured.speedup(STEP, EAGER).median:.2f}x |")
-    return "\n".join(lines)
-
-
-def with_table(readme: str, report: Mapping[str, Any]) -> str:
-    """The README's text with the table of this report in the place of the one that it shows."""
-    table = readme_table(report)
-    head = table.split(" |", 1)[0]
-    shown = re.search(rf"^{re.escape(head)} \|.*(?:\n\|.*)*", readme, re.MULTILINE)
-    if shown is None:
-        raise ValueError(f"no table that begins with {head!r}")
-    return readme[: shown.start()] + table + readme[shown.end() :]

@@ -1,5 +1,6 @@
 """The pure parts of the training-step table: verdicts and tables follow from the numbers."""
 
+import copy
 import json
 import math
 from dataclasses import asdict
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import lazystep
-from benchmarks import steps
+from benchmarks import readme, steps
 from benchmarks.__main__ import summary
 from benchmarks.steps_report import (
     AUDITS,
@@ -33,11 +34,9 @@ from benchmarks.steps_report import (
     geometric_mean,
     goals_table,
     rates_table,
-    readme_table,
     steps_table,
-    with_table,
 )
-from benchmarks.timing import RESULTS, Measurements
+from benchmarks.timing import Measurements
 from lazystep.capture import step as capture_step
 from tests.helpers import ROOT, run_python
 
@@ -226,16 +225,28 @@ def test_summary_lists_every_goal_and_what_was_never_run(tmp_path):
     assert f"{num_met} of {len(GOALS)} met." in text
 
 
-def test_readme_shows_the_table_of_the_run_on_disk():
-    report = json.loads((RESULTS / "steps.json").read_text())
-    readme = (RESULTS.parent.parent / "README.md").read_text()
-    assert readme_table(report) in readme
-    assert report["machine"]["date"] in readme
-    other = readme.replace("| GPT, 4 layers", "| 99.9 | GPT, 4 layers")
-    assert other != readme
-    assert with_table(other, report) == readme
-    with pytest.raises(ValueError, match="no table that begins with"):
-        with_table("# A page without it", report)
+def test_readme_shows_the_numbers_and_the_date_of_the_reports_on_disk():
+    reports = readme.load_reports()
+    text = readme.README.read_text()
+    assert readme.with_measured_part(text, reports) == text, "run `python -m benchmarks.readme`"
+    other = text.replace(reports["steps"]["machine"]["date"], "1999-12-31").replace(
+        "| GPT, 4", "| 99.9 | GPT, 4"
+    )
+    assert other != text
+    assert readme.with_measured_part(other, reports) == text
+    with pytest.raises(ValueError, match="found 0 times"):
+        readme.with_measured_part("# A page without the marks", reports)
+
+
+def test_readme_says_which_variant_failed():
+    reports = copy.deepcopy(readme.load_reports())
+    gpt = reports["steps"]["measurements"]["gpt"]
+    del gpt["samples"][JAX]
+    gpt["failures"][JAX] = "no environment"
+    lines = readme.measured_part(reports).splitlines()
+    row = next(line for line in lines if line.startswith("| GPT"))
+    assert row.split(" | ")[5] == "fails"
+    assert any(f"{JAX} fails on some" in line for line in lines)
 
 
 def test_large_models_have_the_parameters_of_their_names_and_goals_follow_from_numbers():
