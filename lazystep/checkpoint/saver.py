@@ -44,7 +44,8 @@ class _Tensors:
         self.kinds: dict[str, TensorKind] = {}
         self._values: dict[str, Snapshot | torch.Tensor] = {}
         self._names: dict[Any, str] = {}
-        self._held: list[Handle] = []  # so that no other handle gets the identity of one
+        # So that no other value gets the identity of one: some are made for this call and freed after it.
+        self._held: list[Handle | torch.Tensor] = []
 
     def store(self, place: str, tensor: torch.Tensor) -> str:
         kind = check(place, tensor)
@@ -59,17 +60,21 @@ class _Tensors:
         if known is not None and (handle is not None or tensor.numel()):
             return known
         name = place.removeprefix(".")
+        while name in self.kinds:  # {"a.b": x, "a": {"b": y}} and {1: x, "1": y} have two values at one place
+            name += "~"
         self.kinds[name] = kind
         self._values[name] = Snapshot(handle) if handle is not None else tensor.detach().clone()
         self._names[identity] = name
-        if handle is not None:
-            self._held.append(handle)
+        self._held.append(handle if handle is not None else tensor)
         return name
+
+    def seal(self) -> None:
+        """All are stored: what told them apart is freed."""
+        self._names.clear()
+        self._held.clear()
 
     def values(self) -> Iterator[memoryview]:
         """The bytes of each tensor, in the order of the names. Waits for the steps that make them."""
-        self._names.clear()
-        self._held.clear()
         while self._values:
             name = next(iter(self._values))
             value = self._values.pop(name)  # its memory is free when it is written
@@ -156,6 +161,7 @@ class Saver:
         runtime.flush()
         tensors = _Tensors()
         form = take_apart({**self._states(), "random": _random_state(), "extra": extra}, tensors.store)
+        tensors.seal()
         number, self._num_saves = self._num_saves, self._num_saves + 1
 
         def write_checkpoint() -> None:

@@ -78,7 +78,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    # A single value counts as contiguous whatever its stride is.
+    array: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(array)
 
 

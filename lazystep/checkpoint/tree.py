@@ -29,8 +29,9 @@ def take_apart(value: Any, store: Store, place: str = "") -> Any:
         return float(value) if np.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, torch.Tensor):
         return {"tensor": store(place, value)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {"array": store(place, torch.from_numpy(value.copy())), "dtype": value.dtype.str}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
+        native = value.astype(value.dtype.newbyteorder("="))
+        return {"array": store(place, torch.from_numpy(native)), "dtype": value.dtype.str}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if kind is torch.device:

@@ -243,6 +243,37 @@ def test_floats_and_keys_keep_their_bits_and_types(tmp_path: Path) -> None:
     assert repr(loaded["extra"]) == repr(extra)
 
 
+def test_arrays_of_one_size_stay_different_values(tmp_path: Path) -> None:
+    arrays = {f"{dtype} {n}": np.full(4, n, dtype) for n in range(3) for dtype in (">i4", "f8")}
+    with checkpoint.save_every(tmp_path, {"w": torch.ones(1)}, every=1) as save:
+        save(0, **arrays, half=np.ones(3, np.float16))
+    loaded = checkpoint.load(tmp_path / "step-00000000", {"w": torch.ones(1)}).extra
+    assert loaded.pop("half").dtype == np.float16
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array, strict=True)
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_values_at_places_that_read_the_same_stay_different(device: str, tmp_path: Path) -> None:
+    one, two, three = (torch.tensor([float(n)]).to(device) for n in (1, 2, 3))
+    extra = {"a.b": one, "a": {"b": two, 1: one, "1": three}}
+    with checkpoint.save_every(tmp_path, {"w": torch.ones(1)}, every=1) as save:
+        save(0, **extra)
+    loaded = checkpoint.load(tmp_path / "step-00000000", {"w": torch.ones(1)}).extra
+    assert (loaded["a.b"].item(), loaded["a"]["b"].item()) == (1.0, 2.0)
+    assert (loaded["a"][1].item(), loaded["a"]["1"].item()) == (1.0, 3.0)
+
+
+def test_single_value_with_a_stride_is_kept(tmp_path: Path) -> None:
+    single = torch.tensor([[1.0, 2.0]])[:, :1].view(1)
+    strided = torch.tensor([4 + 3j]).imag
+    assert strided.stride() == (2,)
+    with checkpoint.save_every(tmp_path, {"w": torch.ones(1)}, every=1) as save:
+        save(0, single=single, strided=strided)
+    loaded = checkpoint.load(tmp_path / "step-00000000", {"w": torch.ones(1)}).extra
+    assert (loaded["single"].item(), loaded["strided"].item()) == (1.0, 3.0)
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
