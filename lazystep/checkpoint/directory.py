@@ -93,10 +93,12 @@ class Checkpoint(NamedTuple):
             digest = manifest.pop("sha256")
             if digest != _digest_of(manifest):
                 raise ValueError("its digest is another")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if manifest["format"] != FORMAT or manifest["step"] != self.step:
+                raise ValueError(f"it is of step {manifest['step']}, format {manifest['format']}")
+            if not {TENSORS, STATE} <= manifest["files"].keys():
+                raise ValueError("it does not name all files")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(MANIFEST, str(error)) from error
-        if manifest["format"] != FORMAT or manifest["step"] != self.step:
-            raise self._damaged(MANIFEST, f"it is of step {manifest['step']}, format {manifest['format']}")
         return dict(manifest)
 
     def _damaged(self, name: str, why: str) -> CheckpointError:

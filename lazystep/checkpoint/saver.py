@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -158,6 +159,11 @@ class Saver:
                 f"a checkpoint inside a @lazystep.step function, at {user_line(2)}: replays would not "
                 "take it. Call it after the step function."
             )
+        if not isinstance(step, (int, np.integer)) or step < 0:
+            raise CheckpointError(
+                f"step = {step!r}: expected an int, 0 or more. A checkpoint is named by it."
+            )
+        step = int(step)
         runtime.flush()
         tensors = _Tensors()
         form = take_apart({**self._states(), "random": _random_state(), "extra": extra}, tensors.store)

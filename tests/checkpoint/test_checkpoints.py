@@ -293,6 +293,17 @@ def test_what_can_not_be_kept_is_refused_with_its_place(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("step", [-1, 2.0, torch.tensor(2), None])
+def test_step_that_can_not_name_a_checkpoint_is_refused(step: Any, tmp_path: Path) -> None:
+    with checkpoint.save_every(tmp_path, {"w": torch.ones(1)}, every=1) as save:
+        with pytest.raises(checkpoint.CheckpointError, match="expected an int, 0 or more"):
+            save.now(step)
+        save(np.int64(3))
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step == 3
+
+
 def test_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
     with checkpoint.save_every(tmp_path, {"w": torch.ones(1)}, every=1) as save:
         save(0)

@@ -7,6 +7,7 @@ case is a row of the table in docs/checkpoints.md; with `UPDATE_DOCS=1` the last
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import signal
@@ -23,7 +24,7 @@ from filelock import FileLock
 import lazystep
 from lazystep import checkpoint
 from lazystep.checkpoint import owner
-from lazystep.checkpoint.directory import MANIFEST, STATE, TENSORS, Directory, committed
+from lazystep.checkpoint.directory import MANIFEST, STATE, TENSORS, Directory, _digest_of, committed
 from lazystep.checkpoint.files import Files
 from lazystep.checkpoint.ranks import Ranks
 from lazystep.checkpoint.tensor_file import TensorKind, bytes_of
@@ -342,6 +343,26 @@ def test_truncated_or_missing_files_are_found(tmp_path: Path) -> None:
         num_places,
         "the one before is found; writing the step again mends it",
     )
+
+
+@pytest.mark.parametrize(
+    "told", [b"[" * 200_000, b"null", {}, {"format": 1, "step": 1}, {"format": 1, "step": 1, "files": {}}]
+)
+def test_manifest_that_is_no_manifest_is_damage(told: bytes | dict[str, Any], tmp_path: Path) -> None:
+    with checkpoint.save_every(tmp_path, {"w": torch.ones(1)}, every=1) as save:
+        save(0)
+        save(1)
+    newest = tmp_path / "step-00000001"
+    if isinstance(told, dict):
+        told = json.dumps({**told, "sha256": _digest_of(told)}).encode()
+    (newest / "manifest.json").write_bytes(told)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step == 0
+    with pytest.raises(checkpoint.CheckpointError, match=r"manifest\.json is damaged.*step-00000000"):
+        checkpoint.load(newest, {"w": torch.ones(1)})
+    with pytest.warns(lazystep.LazyStepWarning, match="An older one is used"):
+        lazystep.mark_step()
 
 
 def test_checkpoint_under_the_name_of_another_step_is_not_loaded(tmp_path: Path) -> None:
