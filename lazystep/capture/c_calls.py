@@ -121,6 +121,22 @@ USES_OF_DESCRIPTORS = ("__get__", "__set__", "__delete__")
 _OF_FILES = ("read", "readline", "readlines", "readinto", "read1", "peek", "getvalue", "getbuffer", "tell")
 
 
+# Functions of `os` that ask the system for nothing, write only, or are settings of the process.
+_OF_OS = (
+    "fspath strerror major minor makedev device_encoding waitstatus_to_exitcode WCOREDUMP WIFCONTINUED "
+    "WIFSTOPPED WIFSIGNALED WIFEXITED WEXITSTATUS WTERMSIG WSTOPSIG putenv unsetenv write writev fsync "
+    "fdatasync sync sched_yield register_at_fork cpu_count process_cpu_count uname sysconf confstr"
+)
+_CHANGING_SETTINGS = ("getcwd", "getcwdb", "getloadavg", "getrandom")
+
+
+def _asks_the_system(name: str, function: Any) -> bool:
+    """Whether a function of `os` asks for files, processes and the like, if only by an error."""
+    is_of_c = isinstance(function, types.BuiltinFunctionType) and function.__module__ == os.name
+    is_compared = name.startswith((*_ASKING, "_")) and name not in _CHANGING_SETTINGS
+    return is_of_c and not is_compared and name not in _OF_OS.split()
+
+
 def _impure() -> set[Any]:
     found: set[Any] = {open, io.open, input, gc.get_objects, gc.get_referrers, gc.get_count, sys._getframe}
     found |= {sys.getrefcount, datetime.datetime.now, datetime.datetime.utcnow}
@@ -138,8 +154,7 @@ def _impure() -> set[Any]:
     for module in (time, select, socket):
         found |= {f for name, f in vars(module).items() if isinstance(f, types.BuiltinFunctionType)}
     found -= {time.sleep, time.strptime, time.mktime}
-    names = "getcwd listdir scandir stat lstat urandom times getloadavg read open access readlink getrandom"
-    found |= {getattr(os, name) for name in names.split() if hasattr(os, name)}
+    found |= {f for name, f in vars(os).items() if _asks_the_system(name, f)}
     for kind in (io.TextIOWrapper, io.BufferedReader, io.FileIO, io.StringIO, io.BytesIO):
         found |= {vars(kind)[name] for name in _OF_FILES if name in vars(kind)}
     found |= {vars(kind)["locked"] for kind in (type(_thread.allocate_lock()),)}
@@ -207,10 +222,19 @@ def is_impure(function: Any) -> bool:
 
 
 def unbound(function: Any) -> Any:
-    """A method in C as it is without its object; any other function as it is."""
+    """A method in C as it is without its object, a class method as that of the class that has it.
+
+    Any other function as it is.
+    """
     owner = getattr(function, "__self__", None)
-    if isinstance(function, types.BuiltinMethodType) and not isinstance(owner, (type, types.ModuleType)):
+    if not isinstance(function, types.BuiltinMethodType) or isinstance(owner, types.ModuleType):
+        return function
+    if not isinstance(owner, type):
         return getattr(type(owner), function.__name__, function)
+    for base in owner.__mro__:
+        method = base.__dict__.get(function.__name__)
+        if isinstance(method, types.ClassMethodDescriptorType):
+            return method.__get__(None, base)
     return function
 
 

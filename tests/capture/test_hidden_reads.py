@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import builtins
 import ctypes
+import datetime
 import decimal
 import functools
 import gc
@@ -16,6 +17,7 @@ import io
 import logging
 import math
 import operator
+import os
 import sys
 import threading
 import types
@@ -28,6 +30,9 @@ import numpy as np
 import pytest
 import torch
 
+import lazystep
+
+from .common import captured
 from .scenes import Scene, Scenes, check_replays, check_right, check_right_or_refused
 
 scene, refused = Scenes(), Scenes()
@@ -620,6 +625,40 @@ refused.rows(
         lambda held: torch.manual_seed(77),
     ),
 )
+
+
+class Moment(datetime.datetime):
+    """A user's own kind of time."""
+
+
+class Day(datetime.date):
+    """A user's own kind of date."""
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        Moment.now,
+        Moment.utcnow,
+        Moment.today,
+        Day.today,
+        lambda: os.fstat(0),
+        lambda: os.isatty(0),
+        lambda: os.statvfs("/"),
+        lambda: os.sched_getaffinity(0),
+    ],
+    ids=["now", "utcnow", "today", "day", "open_file", "terminal", "room_on_a_disk", "processors"],
+)
+def test_question_about_time_or_the_system_is_refused(ask: Callable[[], object]) -> None:
+    """By the class method of a user's subclass, too, and by each function of `os` that asks the system."""
+    step = captured(lambda x: x * (2 if ask() else 3), fullgraph=True)
+    with pytest.raises(lazystep.CaptureError, match=r"it calls .* at .*call it outside"):
+        call_often(step)
+
+
+def call_often(step: Any) -> None:
+    for _ in range(4):
+        step(torch.ones(2))
 
 
 @scene
