@@ -281,6 +281,8 @@ class Objects:
             self.meet(value, None)
         if isinstance(value, c_calls.POINTERS):
             self._refuse_pointer()
+        if isinstance(value, BaseException):  # its text is made of its arguments
+            self.read_whole_attribute(value, "args")
         if isinstance(value, (decimal.Decimal, decimal.Context)):
             self.note_decimals(value)
             return

@@ -596,6 +596,11 @@ scene.rows(
     sorted_by_a_partial=by_rank(
         lambda x, things: x * float(functools.partial(sorted, key=RANK)(things)[0].name)
     ),
+    text_of_an_exception=changed(
+        lambda: ValueError("2"),
+        lambda x, held: x * float(str(held)),
+        lambda held: setattr(held, "args", ("3",)),
+    ),
     are_one=changed(
         lambda: space(a=[1], b=[1]),
         lambda x, held: x * (2 if operator.is_(held.a, held.b) else 3),
