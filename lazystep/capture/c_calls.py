@@ -165,6 +165,7 @@ def _impure() -> set[Any]:
 
 
 _IMPURE = _impure()
+_LOCKS: tuple[type, ...] = (type(_thread.allocate_lock()), type(_thread.RLock()))
 # Types in C whose objects hold nothing that could change, or nothing that a step's numbers depend on.
 _HARMLESS: tuple[type, ...] = (
     type,
@@ -198,8 +199,7 @@ _HARMLESS: tuple[type, ...] = (
     type({}.keys()),
     type({}.values()),
     type({}.items()),
-    type(_thread.allocate_lock()),
-    type(_thread.RLock()),
+    *_LOCKS,
 )
 _HARMLESS_PACKAGES = ("torch", "re", "decimal", "_decimal", "functools", "operator", "typing", "numpy")
 
@@ -297,6 +297,13 @@ def is_of_descriptor(function: Any) -> bool:
     return _is_in(function, _OF_DESCRIPTORS)
 
 
+def asks_lock(function: Any) -> bool:
+    """Whether a function may tell who holds a lock. Taking it without conditions tells nothing."""
+    names = ("acquire", "_is_owned", "_recursion_count")
+    owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
+    return issubclass(owner, _LOCKS) and getattr(function, "__name__", "") in names
+
+
 def asks_abstract_class(function: Any) -> bool:
     """Whether a function asks an abstract class, which other classes are registered with."""
     return _is_in(function, _ABSTRACT)
@@ -374,7 +381,7 @@ def classify(function: Any) -> CallClass:
     for functions, found in _CLASSES:
         if _is_in(function, functions):
             return found
-    if any(asks(function) for asks in (is_warning, is_formatting, is_scripted, asks_for_view)):
+    if any(asks(function) for asks in (is_warning, is_formatting, is_scripted, asks_for_view, asks_lock)):
         return CallClass.TOLD
     if function is type:
         return CallClass.TYPE_OF

@@ -118,6 +118,12 @@ class CallsOfC:
             self._call_reference(function)
         elif c_calls.asks_for_view(function):
             self._objects.note_view(frame)
+        elif c_calls.asks_lock(function):
+            has_conditions = len(args) > isinstance(function, types.MethodDescriptorType)  # besides the lock
+            if (has_conditions or function.__name__ != "acquire") and is_called_by_the_user(frame, ()):
+                testimony.refuse(
+                    f"it asks whether a lock is free at {user_line(2)}, which is not compared; ask outside"
+                )
         elif c_calls.asks_abstract_class(function):
             if not self._owners.is_foreign(args[0].__module__):  # others may be registered
                 testimony.told[abc.get_cache_token, ()] = abc.get_cache_token()

@@ -624,6 +624,14 @@ refused.rows(
     lock=changed(
         threading.Lock, lambda x, held: x * (2 if held.locked() else 3), lambda held: held.acquire()
     ),
+    lock_that_is_taken_if_it_is_free=changed(
+        threading.Lock,
+        lambda x, held: x * (2 if held.acquire(blocking=False) and not held.release() else 3),
+        lambda held: held.acquire(),
+    ),
+    owner_of_a_lock=changed(
+        threading.RLock, lambda x, held: x * (2 if held._is_owned() else 3), lambda held: held.acquire()
+    ),
     state_of_the_generator=changed(
         lambda: torch.manual_seed(5),
         lambda x, held: x * float(torch.get_rng_state()[:8].sum()),
