@@ -88,6 +88,7 @@ class Builder:
         self._current: Request | None = None
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._received = b""  # from the process, behind the last whole line that was read
         self._closed = False
         self._num_crashes = 0
         self._num_requests = 0
@@ -434,6 +435,7 @@ class Builder:
             )
         except OSError as error:
             raise BuildError("system", f"the builder process can't be started: {error}") from error
+        self._received = b""
         metrics.count("builder_starts")
         if self._closed:  # closed while the process was starting
             self._kill()
@@ -444,10 +446,10 @@ class Builder:
         assert process.stdout is not None
         deadline = time.monotonic() + settings.build_timeout
         descriptor = process.stdout.fileno()
-        line = b""
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
+            # One read may bring two answers: that the process is prepared, and the first build's.
+            while b"\n" not in self._received:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
@@ -457,7 +459,8 @@ class Builder:
                     chunk = os.read(descriptor, 65536)
                     if not chunk:
                         raise EOFError(f"exit status {_wait_for_end(process)}")
-                    line += chunk
+                    self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
         return line
 
     def _kill(self) -> None:

@@ -181,3 +181,14 @@ def test_killed_process_that_gets_no_processor_time_is_no_error() -> None:
     process: Any = mock.Mock()
     process.wait.side_effect = subprocess.TimeoutExpired("worker", 5)
     assert builder_module._wait_for_end(process) is None
+
+
+def test_two_answers_in_one_read_are_two_lines() -> None:
+    """The process is prepared and has built before anybody reads."""
+    builder = builder_module.Builder()
+    with subprocess.Popen(["printf", r"first\nsecond\n"], stdout=subprocess.PIPE) as process:
+        process.wait()
+        assert builder._read_line(process) == b"first"
+        assert builder._read_line(process) == b"second"
+        with pytest.raises(EOFError, match="exit status 0"):
+            builder._read_line(process)

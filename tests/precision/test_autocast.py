@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -420,7 +421,14 @@ def cpu_tensors_beside(d: str) -> Any:
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", CASES)
 def test_block_equals_eager_bitwise(name: str) -> None:
-    want = CASES[name]("cpu")
+    try:
+        want = CASES[name]("cpu")
+    except (
+        RuntimeError
+    ) as error:  # recurrent layers in low precision, on processors without instructions for it
+        with pytest.raises(RuntimeError, match=re.escape(str(error).partition(".")[0])):
+            CASES[name]("lazy")
+        return
     lazystep.metrics.reset()
     got = CASES[name]("lazy")
     assert count("synchronizations") == 0
