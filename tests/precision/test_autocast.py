@@ -423,9 +423,8 @@ def cpu_tensors_beside(d: str) -> Any:
 def test_block_equals_eager_bitwise(name: str) -> None:
     try:
         want = CASES[name]("cpu")
-    except (
-        RuntimeError
-    ) as error:  # recurrent layers in low precision, on processors without instructions for it
+    except RuntimeError as error:
+        # A recurrent layer in low precision, on a processor without the instructions for it.
         with pytest.raises(lazystep.StepError, match=re.escape(str(error).partition(".")[0])):
             lazystep.to_cpu(CASES[name]("lazy"))
         return
