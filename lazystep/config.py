@@ -135,12 +135,6 @@ class Settings:
     source_lines: bool = _setting(
         True, "Keep the user's file and line of each instruction, for errors.", _parse_flag, _any
     )
-    check_layouts: bool = _setting(
-        True,
-        "Compare what each op returns with what was inferred for it, at a program's first run.",
-        _parse_flag,
-        _any,
-    )
     verify_programs: bool = _setting(
         False, "Check a program's invariants after every transformation (on in tests).", _parse_flag, _any
     )

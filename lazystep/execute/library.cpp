@@ -1,5 +1,5 @@
 // A library that AOTInductor built, run without the interpreter lock; the threads that run it; its collectives; and
-// single ops.
+// sequences of single ops.
 //
 // torch binds the same runner for Python, but its `run` keeps the lock until the step is over: the
 // training thread can't record the next step meanwhile, no closure runs, no data loader's thread.
@@ -15,7 +15,7 @@
 #include "communicate.h"
 #include "denormals.h"
 #include "exit.h"
-#include "operation.h"
+#include "op_sequence.h"
 #include "threads.h"
 #include "update.h"
 
@@ -40,7 +40,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return reinterpret_cast<int (*)(int)>(function)(number);
   }, py::arg("function"), py::arg("number"));
   module.def("prepare_exit", &lazystep::prepare_exit, py::arg("is_busy"));
-  module.def("operation", &lazystep::operation, py::arg("name"), py::arg("overload"));
+  using lazystep::OpSequence;
+  py::class_<OpSequence>(module, "OpSequence", py::module_local())
+      .def(
+          py::init<
+              py::object, py::object, size_t, std::vector<size_t>, std::vector<size_t>, std::vector<size_t>>(),
+          py::arg("ref"), py::arg("scalar_ref"), py::arg("num_registers"), py::arg("inputs"), py::arg("outputs"),
+          py::arg("unused"))
+      .def(
+          "add_op", &OpSequence::add_op, py::arg("position"), py::arg("name"), py::arg("overload"), py::arg("args"),
+          py::arg("kwargs"), py::arg("results"), py::arg("reads"), py::arg("dead"))
+      .def(
+          "expect", &OpSequence::expect, py::arg("at"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
+          py::arg("offset"), py::arg("is_conj"), py::arg("is_neg"), py::arg("viewed"), py::arg("mend"))
+      .def("run", &OpSequence::run, py::arg("inputs"), py::arg("scalars"))
+      .def_property_readonly("position", &OpSequence::position)
+      .def_property_readonly("has_begun", &OpSequence::has_begun);
   py::class_<lazystep::Bell>(module, "Bell", py::module_local())
       .def(py::init<>())
       .def("ring", &lazystep::Bell::ring, py::arg("delay"))
