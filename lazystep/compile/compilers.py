@@ -50,8 +50,8 @@ _made: list[str] = []
 _preparing = threading.Event()
 
 
-class _PreparedError(Exception):
-    """Ends the build inside `preparing`: the rest would be compiled for nothing."""
+class _Prepared(BaseException):
+    """Ends the build inside `preparing`. No `Exception`, which Inductor would wrap in one of its own."""
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def preparing() -> Iterator[None]:
     """Inside the block a build starts to compile what all libraries share, and ends before anything else."""
     _preparing.set()
     try:
-        with contextlib.suppress(_PreparedError):
+        with contextlib.suppress(_Prepared):
             yield
     finally:
         _preparing.clear()
@@ -88,7 +88,7 @@ def _run(cmd_line: str, cwd: str) -> None:
         header = _jobs.get(f"{words[words.index('-include') + 1]}.gch") if "-include" in words else None
         _share_interface(words, target, header)
         if _preparing.is_set():
-            raise _PreparedError
+            raise _Prepared
         _submit(target, functools.partial(_make, words, target), header)
     elif target.endswith(_KERNELS):
         header = _jobs.get(f"{words[words.index('-include') + 1]}.gch") if "-include" in words else None

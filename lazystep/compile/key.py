@@ -34,6 +34,8 @@ def inductor_options(num_threads: int) -> dict[str, Any]:
     - `layout_optimization` rewrites convolutions to channels last, which was slower on the benchmark's conv
       net.
     - `enable_line_tables`: nobody reads the line tables, and they take an eighth of the compiler's time.
+    - `compile_wrapper_opt_level`: the wrapper calls kernels and frees memory. The small GPT's is compiled in
+      3.3 s instead of the 5.2 s with O1, and it is what the build waits for in the end.
     - `vec_isa_ok`: trust the processor's own list of vector instructions. Otherwise Inductor makes a test
       build of six seconds, and if it fails for any reason, the process builds without vector instructions.
     """
@@ -44,6 +46,7 @@ def inductor_options(num_threads: int) -> dict[str, Any]:
         "cpp.vec_isa_ok": True,
         "layout_optimization": False,
         "aot_inductor.enable_line_tables": False,
+        "aot_inductor.compile_wrapper_opt_level": "Og",
         "compile_threads": 1,
         "fx_graph_cache": False,
     }

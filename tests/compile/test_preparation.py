@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +16,7 @@ import torch
 
 import lazystep
 from lazystep.compile import builder as builder_module
+from lazystep.compile.key import inductor_options
 from tests.builds import X, cache, square_sum
 from tests.helpers import count
 
@@ -140,3 +144,26 @@ def test_cache_knows_whether_it_is_empty() -> None:
     (own.root / "libraries" / "one").mkdir()
     assert not own.is_empty()
     assert torch.equal(X, X.to("lazy").cpu())
+
+
+def test_preparing_starts_the_compilers_and_ends_without_an_error(tmp_path: Path) -> None:
+    options = json.dumps({"id": 0, "options": inductor_options(1)})
+    environ = {
+        **os.environ,
+        "LAZYSTEP_HEADER_DIR": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+    process = subprocess.Popen(
+        builder_module.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, process_group=0
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(options.encode() + b"\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())
+    finally:
+        builder_module._send_kill(process)  # the compilers, too: they are not waited for
+        process.communicate()
+    assert "error" not in answer
+    assert any(tmp_path.glob("**/*.lock")), "no compiler was started"
