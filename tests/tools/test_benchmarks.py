@@ -249,6 +249,20 @@ def test_readme_says_which_variant_failed():
     assert any(f"{JAX} fails on some" in line for line in lines)
 
 
+def test_readme_says_which_variant_failed_beside_a_spinning_thread():
+    reports = copy.deepcopy(readme.load_reports())
+    busy = {name: reports["steps"]["measurements"][f"{name}, busy"] for name in ("mlp", "gpt")}
+    busy["mlp"]["samples"][f"{STEP}, busy"].pop()  # it broke in the last round
+    busy["mlp"]["failures"][f"{STEP}, busy"] = "broke"
+    del busy["gpt"]["samples"][f"{STEP}, busy"]
+    lines = readme.measured_part(reports).splitlines()
+    row = next(
+        line for line in lines if line.startswith(f"| rate kept beside a spinning Python thread, %: {STEP}")
+    )
+    assert "MLP fails, GPT fails, conv net " in row
+    assert row.count("fails") == 2
+
+
 def test_large_models_have_the_parameters_of_their_names_and_goals_follow_from_numbers():
     from benchmarks import large
     from benchmarks.models import LARGE, make_workload
