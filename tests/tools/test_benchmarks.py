@@ -37,7 +37,7 @@ from benchmarks.steps_report import (
     steps_table,
 )
 from benchmarks.timing import Measurements
-from lazystep.capture import step as capture_step
+from lazystep.capture import audits
 from tests.helpers import ROOT, run_python
 
 # Seconds a step: every goal is met.
@@ -153,9 +153,9 @@ def test_audits_of_a_step_are_measured_from_one_to_the_next(monkeypatch):
     worker.system = steps.load_system("lazystep")
     worker.name = STEP
     weight = torch.zeros(2, 2, device="lazy")
-    monkeypatch.setattr(capture_step, "_EARLY_AUDITS", 1)
-    monkeypatch.setattr(capture_step, "_MIN_INTERVAL", 3)
-    monkeypatch.setattr(capture_step, "_AUDIT_SHARE", 1e6)
+    monkeypatch.setattr(audits, "_EARLY_AUDITS", 1)
+    monkeypatch.setattr(audits, "_MIN_INTERVAL", 3)
+    monkeypatch.setattr(audits, "_AUDIT_SHARE", 1e6)
     worker.step = lazystep.step(lambda x, y: weight.add_(x * y))
     worker.make_batch = lambda: (torch.ones(2, 2), torch.ones(2, 2))
     before = lazystep.metrics.counter_value("captures_audited")

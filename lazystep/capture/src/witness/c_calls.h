@@ -48,7 +48,7 @@ static int replace_by_visible(PyObject **slot)
     return 0;
 }
 
-/* Functions in C that another one is going to call, out of sight. */
+/* Arguments that the function will call, and that are functions in C: no frame would show those calls. */
 static int make_visible(PyObject **args, Py_ssize_t num_args, int kind)
 {
     Py_ssize_t first = kind == CALLING ? 0 : 1, last = kind == CALLING && num_args ? 1 : num_args;

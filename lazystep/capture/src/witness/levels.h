@@ -116,7 +116,7 @@ static int on_unit(_PyInterpreterFrame *frame, Py_ssize_t unit)
 
 static int is_looking(void) { return state.sink != NULL && state.failure == NULL; }
 
-/* Keep an error of ours, or of the sink's: it is none of the code that is being looked at. */
+/* Keep an error of the witness or the sink: the code that is looked at must not see it. */
 static void finish_event(int done)
 {
     if (done < 0) {

@@ -9,7 +9,7 @@ kept alive until the end, so that an address in a table stands for one object. *
 #include "frames.h"
 #include "table.h"
 
-/* Flags of an outside object: all of it was told; its function was entered; it was passed on. */
+/* What the sink knows of an outside object: how much of it matters (see containers.h), or that it was entered. */
 enum { WHOLE = 1, ENTERED = 2, MOVED = 4, PASSED = 8, SIZED = 16 };
 
 typedef struct {
