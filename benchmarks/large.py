@@ -18,9 +18,9 @@ from typing import NamedTuple
 from .goals import Goal
 from .goals import to_table as goals_table
 from .models import LARGE
-from .steps import QUICK, Plan, prepare, started
+from .steps import QUICK, Plan, prepare, started, take_turns
 from .steps_report import COMPILED_MODEL, COMPILED_STEP, EAGER, FUSED, LOOP, OTHERS, STEP, UNTIL_NATIVE
-from .timing import Measurements, Neighbours, PeerError, Report, Table, command, interleave, machine
+from .timing import Measurements, PeerError, Report, Table, command, machine
 
 VARIANTS = (EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP, LOOP, STEP)
 # A step of the larger one takes about a second.
@@ -87,16 +87,8 @@ def measure_model(model: str, plan: Plan, directory: Path) -> Outcome:
     peaks = {}
     with started(VARIANTS, directory) as systems:
         failures = prepare(systems, model, plan, once)
-        turns = {
-            name: functools.partial(peer.ask, task="turn", num_steps=NUM_STEPS)
-            for name, peer in systems.items()
-            if name not in failures
-        }
-        neighbours = Neighbours(systems.values())
-        steps = interleave(turns, 1, plan.num_repeats, plan.max_seconds, [n for n in turns if n != EAGER])
-        steps.others = neighbours.share()
-        steps.failures |= failures
-        for name in turns:
+        steps = take_turns(systems, failures, plan, NUM_STEPS)
+        for name in [name for name in systems if name not in failures]:
             try:
                 peaks[name] = systems[name].ask(task="peak_memory")["peak"]
             except PeerError as error:

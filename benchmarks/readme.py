@@ -30,7 +30,7 @@ from .steps_report import (
     geometric_mean,
     rate_until_native,
 )
-from .timing import RESULTS, Measurements
+from .timing import RESULTS, Measurements, markdown_table
 
 README = RESULTS.parent.parent / "README.md"
 BEGIN, END = "<!-- written by benchmarks.readme: -->", "<!-- until here -->"
@@ -98,7 +98,7 @@ def _steps_table(outcomes: Outcomes) -> str:
         turns = Outcome(outcome.steps, Measurements(), Measurements())
         cells = [_cell(turns.median(name), "{:.1f}", 1e3) for name in _COLUMNS]
         rows.append([_TITLES[model], *cells, _cell(outcome.rate(STEP), "{:.2f}x")])
-    return _markdown(["ms a training step", *_COLUMNS, "step against eager"], rows)
+    return markdown_table(["ms a training step", *_COLUMNS, "step against eager"], rows)
 
 
 def _quantities_table(outcomes: Outcomes, reports: Reports) -> str:
@@ -106,12 +106,9 @@ def _quantities_table(outcomes: Outcomes, reports: Reports) -> str:
         return _by_model({model: outcome.median(name) for model, outcome in outcomes.items()}, form, scale)
 
     def kept(variant: str) -> str:
-        shares = {
-            model: outcome.busy.speedup(f"{variant}, busy", variant).median
-            for model, outcome in outcomes.items()
-            if not {variant, f"{variant}, busy"} - outcome.busy.samples.keys()
-        }
-        return _by_model(shares, "{:.0f}", 100)
+        shares = {model: outcome.kept(variant) for model, outcome in outcomes.items()}
+        medians = {model: None if share is None else share.median for model, share in shares.items()}
+        return _by_model(medians, "{:.0f}", 100)
 
     means = [
         f"{name} {_mean_rate(outcomes, name)}" for name in (STEP, COMPILED_STEP, COMPILED_MODEL, LOOP, JAX)
@@ -142,7 +139,7 @@ def _quantities_table(outcomes: Outcomes, reports: Reports) -> str:
             _range(m.speedup("lazystep program", "eager step").median for m in recorded),
         ],
     ]
-    return _markdown(["quantity", "measured"], rows)
+    return markdown_table(["quantity", "measured"], rows)
 
 
 def _mean_rate(outcomes: Outcomes, variant: str) -> str:
@@ -162,11 +159,6 @@ def _cell(number: float | None, form: str, scale: float = 1.0) -> str:
 def _range(numbers: Iterable[float]) -> str:
     found = list(numbers)
     return f"{min(found):.2f} to {max(found):.2f}"
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 if __name__ == "__main__":

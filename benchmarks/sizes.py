@@ -8,14 +8,13 @@ Trains the small GPT in several widths with eager, with `torch.compile` of the s
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from pathlib import Path
 
 from .models import make_workload
-from .steps import FULL, QUICK, Plan, available, prepare, started
+from .steps import FULL, QUICK, Plan, available, prepare, started, take_turns
 from .steps_report import COMPILED_STEP, EAGER, OTHERS, STEP
-from .timing import Measurements, Neighbours, Report, Table, command, interleave, machine
+from .timing import Measurements, Report, Table, command, machine
 
 WIDTHS = (32, 64, 128, 256)
 VARIANTS = (EAGER, COMPILED_STEP, STEP)
@@ -29,16 +28,7 @@ def measure_width(width: int, plan: Plan, directory: Path) -> Measurements:
     num_steps = max(NUM_STEPS // plan.steps_divisor, 2)
     with started(variants, directory) as systems:
         failures = prepare(systems, f"gpt:{width}", plan, Measurements())
-        turns = {
-            name: functools.partial(peer.ask, task="turn", num_steps=num_steps)
-            for name, peer in systems.items()
-            if name not in failures
-        }
-        neighbours = Neighbours(systems.values())
-        measured = interleave(turns, 1, plan.num_repeats, plan.max_seconds, [n for n in turns if n != EAGER])
-        measured.others = neighbours.share()
-        measured.failures |= failures
-    return measured
+        return take_turns(systems, failures, plan, num_steps)
 
 
 def to_table(measured: dict[str, Measurements]) -> Table:

@@ -385,6 +385,22 @@ def prepare(systems: Mapping[str, Peer], model: str, plan: Plan, once: Measureme
     return failures
 
 
+def take_turns(
+    systems: Mapping[str, Peer], failures: Mapping[str, str], plan: Plan, num_steps: int
+) -> Measurements:
+    """Rounds of the variants that `prepare` has started. Each but eager may fail."""
+    turns = {
+        name: functools.partial(peer.ask, task="turn", num_steps=num_steps)
+        for name, peer in systems.items()
+        if name not in failures
+    }
+    neighbours = Neighbours(systems.values())
+    measured = interleave(turns, 1, plan.num_repeats, plan.max_seconds, [n for n in turns if n != EAGER])
+    measured.others = neighbours.share()
+    measured.failures |= failures
+    return measured
+
+
 def measure_warm_start(model: str, directory: Path, once: Measurements) -> None:
     """Measure the time until native in a new process that finds the library on disk."""
     with started([LOOP], directory) as systems:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .goals import Goal, Numbers, to_table
-from .timing import Measurements, Table
+from .timing import Measurements, Spread, Table
 
 EAGER, FUSED, COMPILED_MODEL, COMPILED_STEP = (
     "eager",
@@ -56,6 +56,13 @@ class Outcome(NamedTuple):
         if not {variant, baseline} <= self.steps.samples.keys() - self.steps.failures.keys():
             return None
         return self.steps.speedup(variant, baseline).median
+
+    def kept(self, variant: str) -> Spread | None:
+        """The share of its rate that a variant keeps beside a spinning thread; None if one turn failed."""
+        pair = {variant, f"{variant}, busy"}
+        if not pair <= self.busy.samples.keys() - self.busy.failures.keys():
+            return None
+        return self.busy.speedup(f"{variant}, busy", variant)
 
 
 Outcomes = Mapping[str, Outcome]
@@ -143,18 +150,11 @@ _JAX_BUSY = {"mlp": 0.45, "lstm": 0.94}
 def _busy_shares(variant: str) -> Callable[[Outcomes], Numbers]:
     """What a variant keeps of its rate beside a spinning thread, over what JAX keeps. For small steps."""
 
-    def share(busy: Measurements, name: str) -> float | None:
-        pair = {name, f"{name}, busy"}
-        if not pair <= busy.samples.keys() or pair & busy.failures.keys():
-            return None
-        return busy.speedup(f"{name}, busy", name).median
-
     def measure(outcomes: Outcomes) -> Numbers:
         numbers: dict[str, float | None] = {}
         for model, known in _JAX_BUSY.items():
-            busy = outcomes[model].busy if model in outcomes else Measurements()
-            own = share(busy, variant)
-            numbers[model] = None if own is None else own / (share(busy, JAX) or known)
+            own, jax = (outcomes[model].kept(name) if model in outcomes else None for name in (variant, JAX))
+            numbers[model] = None if own is None else own.median / (jax.median if jax else known)
         return numbers
 
     return measure
@@ -312,15 +312,10 @@ def building_table(outcomes: Outcomes) -> Table:
 
 def busy_table(outcomes: Outcomes) -> Table:
     rows = []
-    for model, (_, _, busy) in outcomes.items():
-        row = [model]
-        for name in BUSY:
-            pair = {name, f"{name}, busy"}
-            if pair <= busy.samples.keys() and not pair & busy.failures.keys():
-                row.append(busy.speedup(f"{name}, busy", name).format())
-            else:
-                row.append("-")
-        rows.append([*row, f"{busy.others:.0%}"])
+    for model, outcome in outcomes.items():
+        shares = [outcome.kept(name) for name in BUSY]
+        cells = ["-" if share is None else share.format() for share in shares]
+        rows.append([model, *cells, f"{outcome.busy.others:.0%}"])
     note = (
         "Rate beside one thread that spins in Python, without it = 1. The thread takes one core as well. The "
         "batches are there already: each op of torch that samples would give the interpreter lock away, and "

@@ -248,12 +248,13 @@ class Table:
         lines = [f"### {self.title}", ""]
         if self.note:
             lines += [self.note, ""]
-        lines += [_row(self.columns), _row(["---"] * len(self.columns)), *map(_row, self.rows)]
-        return "\n".join(lines)
+        return "\n".join([*lines, markdown_table(self.columns, self.rows)])
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table alone."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def machine() -> dict[str, str]:

@@ -40,7 +40,7 @@ from .traced import can_follow
 
 
 class CallClass(enum.IntEnum):
-    """How the witness treats the arguments of a function in C. Mirrored in src/witness.c."""
+    """How the witness treats the arguments of a function in C. Mirrored in src/witness/sink.h."""
 
     SCAN = 0  # may look at everything that it is given
     IGNORE = 1  # looks at no contents of its arguments

@@ -30,7 +30,7 @@ from .places import Kind, Place
 from .testimony import Testimony
 from .traced import pinned
 
-# Answers to `called`, for src/witness.c.
+# Answers to `called`, for src/witness/sink.h.
 _NOTHING, _KEEPS_RESULTS = 0, 1
 _IN_SIGHT = 2  # call it by a Python function
 

@@ -41,7 +41,7 @@ _MODE = os.path.join(_ROOT, "capture", "op_numbers.py")
 
 
 class CodeKind(enum.IntEnum):
-    """How the witness looks at code. Mirrored in src/witness.c."""
+    """How the witness looks at code. Mirrored in src/witness/sink.h."""
 
     HIDDEN = 0
     USERS = 1

@@ -18,7 +18,7 @@ STEPS_KEY = "_lazystep_steps"  # in `__dict__` of an object with step methods
 
 
 class Access(enum.IntEnum):
-    """How code reaches a value. Told by src/witness.c."""
+    """How code reaches a value. Told by src/witness/."""
 
     ATTRIBUTE = 0
     ITEM = 1

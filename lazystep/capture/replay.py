@@ -1,11 +1,10 @@
 """A captured step: its program, where a replay finds the inputs, and where it puts the outputs.
 
 A `Replay` is made from two recorded calls that agree, or from one that agrees with the outline of a call with
-other sizes. Every input of the program must be explained: it is an
-argument, a place, a random draw or a constant that both calls have made. Every number must be explained too:
-it is the same in both calls, or computed from sources that a replay can read again. Whatever the call leaves
-behind must be something that a replay can make. Anything unexplained is a reason not to replay; it is never
-frozen.
+other sizes. Every input of the program must be explained: it is an argument, a place, a random draw or a
+constant that both calls have made. Every number must be explained too: it is the same in both calls, or
+computed from sources that a replay can read again. A replay must be able to make all that the call leaves
+behind. Anything unexplained is a reason not to replay; it is never frozen.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from ..record.tensor import find_handle, find_handles, retype
 from ..runtime import runtime
 from ..step_closures import Added, DeviceContext
 from ._places import is_same
+from .audits import AuditSchedule
 from .changes import Effect, describe_change
 from .evaluation import Evaluation
 from .lasting import Lasting
@@ -54,10 +54,7 @@ class Replay:
         self.num_runs = 0  # replays and audits
         self.num_replays = 0
         self.last_call = 0  # the number of the step's call that used it last
-        self.next_audit = 1
-        self.num_since_audit = 0
-        self._interval = 0  # between two steady audits
-        self._audited_at = time.perf_counter()
+        self.audits = AuditSchedule()
         self.known = call.program.known
         self.variant = call.program.variant
         self._program = self.variant.executable.program
@@ -425,32 +422,11 @@ class Replay:
         """Two calls agreed: they are evidence for calls with other sizes."""
         evidence.add(self._program, self._given, self._frozen)
 
-    def skip_early_audits(self, early: int, least: int) -> None:
-        """The captures of its relatives have early audits, and this one does the same but for sizes."""
-        self.next_audit = max(early, least)
-
-    def audit_soon(self) -> None:
-        """Make the next call an audit."""
-        self.next_audit = min(self.next_audit, self.num_replays)
-
-    def plan_next_audit(self, seconds: float, early: int, share: float, least: int) -> None:
-        """After an audit that took `seconds`: audits come after 1, 2, 4, ... `early` replays, then steadily.
-
-        A steady audit takes at most `share` of the time that the replays since the last one took.
-        """
+    def end_audit(self, seconds: float) -> None:
+        """An audit took `seconds`. The first one confirms a capture that was made from one call."""
         self.num_runs += 1
-        now = time.perf_counter()
-        since, self._audited_at = now - self._audited_at, now
-        if not self.is_confirmed:
-            self.is_confirmed = True
-            self.skip_early_audits(early, least)
-            return
-        if self.next_audit < early:
-            self.next_audit *= 2
-            return
-        replay_seconds = max(since - seconds, 1e-6) / max(self.num_since_audit, 1)
-        self._interval = max(least, self._interval, round(seconds / (share * replay_seconds)))
-        self.next_audit = self.num_replays + self._interval
+        self.audits.plan_next(seconds, self.num_replays, is_first=not self.is_confirmed)
+        self.is_confirmed = True
 
     # -- running ---------------------------------------------------------------------------------------
 
@@ -526,7 +502,7 @@ class Replay:
             raise
         self.num_runs += 1
         self.num_replays += 1
-        self.num_since_audit += 1
+        self.audits.num_since += 1
         return made
 
     def _rebind(self, made: Context) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
 import time
-import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -14,7 +11,6 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 from .. import metrics
 from ..barrier import finish_step
 from ..errors import CaptureError
-from ..notices import LazyStepWarning, user_level
 from ..program.difference import first_difference
 from ..record import observer
 from ..record._recorder import num_entries, take_arguments
@@ -33,6 +29,7 @@ from .arguments import (
     take_apart,
 )
 from .given_containers import GivenContainers
+from .notes import Notes, warn
 from .outline import Evidence, Outline
 from .place_finder import STEPS_KEY
 from .places import Places
@@ -44,9 +41,6 @@ from .witness import obstacle
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_EARLY_AUDITS = 32  # audits come after 1, 2, 4, ... replays up to this number, then steadily
-_AUDIT_SHARE = 0.01  # of the time, at most, for steady audits
-_MIN_INTERVAL = 64
 _MAX_CHANGES = 12
 _MAX_NEW_SIZES = 24  # calls in a row, each with a size that no earlier call had
 _MAX_RECENT = 4
@@ -54,9 +48,6 @@ _MAX_SKIPPED = 64  # calls between two tries to capture a step that could not be
 _MAX_PLACES = 20_000
 _MAX_KINDS = 16  # without a capture; of those that differ in sizes, as many as captures are kept
 _MAX_OUTLINES = 8
-
-# Captures and refusals of all steps in the process, also of deleted ones: for the report of a run.
-reasons: deque[str] = deque(maxlen=64)
 
 
 class _Captures:
@@ -129,8 +120,7 @@ class Step(Generic[P, R]):
         self._outlines: list[Outline] = []  # of calls that did different things, the last used ones first
         self._num_new_kinds = 0  # calls in a row whose arguments had a new kind
         self._num_useless = 0  # captures in a row that were dropped and had hardly been used
-        self._warned: set[str] = set()
-        self._reasons: dict[str, str] = {}  # the last reason of each kind
+        self._notes = Notes()
         # The inputs of the program that the last call has recorded, and which of them it writes.
         self._last_program: tuple[list[Handle], list[bool]] | None = None
         self.num_recorded = 0
@@ -342,7 +332,7 @@ class Step(Generic[P, R]):
                 self._outlines.insert(0, self._outlines.pop(number))
                 self._add_capture(captures, replay, "")
                 if replay.is_confirmed:
-                    replay.skip_early_audits(_EARLY_AUDITS, _MIN_INTERVAL)
+                    replay.audits.skip_early()
                     metrics.count("captures_foretold")
                 metrics.count("captures_from_one_call")
                 return True
@@ -407,9 +397,7 @@ class Step(Generic[P, R]):
             f"more than {self._max_captures} captures (max_captures): the least recently used one is dropped"
         )
         self._note(text)
-        if text not in self._warned:
-            self._warned.add(text)
-            _warn(f"{self._name} has {text}")
+        self._notes.warn_once(text, f"{self._name} has {text}")
 
     @property
     def _name(self) -> str:
@@ -442,16 +430,10 @@ class Step(Generic[P, R]):
         metrics.count("captures_refused")
         if self._fullgraph:
             raise CaptureError(message)
-        kind = _without_numbers(reason)
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _warn(message)
+        self._notes.warn_once(reason, message)
 
     def _note(self, text: str) -> None:
-        kind = _without_numbers(text)
-        if kind not in self._reasons:
-            reasons.append(f"{self._name}: {text}")
-        self._reasons[kind] = text
+        self._notes.add(self._name, text)
 
     # -- audits --------------------------------------------------------------------------------------
 
@@ -460,7 +442,7 @@ class Step(Generic[P, R]):
             return True
         if self._audit_every is not None:
             return self._audit_every > 0 and (replay.num_runs + 1) % self._audit_every == 0
-        return replay.num_replays >= replay.next_audit
+        return replay.audits.is_due(replay.num_replays)
 
     def _audit(
         self,
@@ -493,21 +475,20 @@ class Step(Generic[P, R]):
             self._forget_calls()
             for one in self._captures.values():
                 for other in one.replays:
-                    other.audit_soon()  # what has changed unseen may concern it as well
+                    other.audits.make_due(other.num_replays)  # what has changed unseen may concern it as well
             metrics.count("captures_outdated")
             message = (
                 f"{self._name} does something else than when it was captured: {difference}. "
-                f"Numbers of its last {replay.num_since_audit} replays may be wrong. It is captured anew"
+                f"Numbers of its last {replay.audits.num_since} replays may be wrong. It is captured anew"
             )
             self._note(message)
             if self._fullgraph:
                 raise CaptureError(message)
-            _warn(message)
+            warn(message)
         elif not replay.is_confirmed:
             self._testify(replay)
         seconds = time.perf_counter() - start  # with the comparison
-        replay.plan_next_audit(seconds, _EARLY_AUDITS, _AUDIT_SHARE, _MIN_INTERVAL)
-        replay.num_since_audit = 0
+        replay.end_audit(seconds)
         return result
 
     # -- inspection ----------------------------------------------------------------------------------
@@ -519,7 +500,7 @@ class Step(Generic[P, R]):
             f"{self._name}: recorded {self.num_recorded} times, replayed {self.num_replayed} times, "
             f"{num_captures} capture{'' if num_captures == 1 else 's'}"
         ]
-        rows += [f"  {reason}" for reason in self._reasons.values()]
+        rows += [f"  {reason}" for reason in self._notes.texts()]
         for _, bound in self._bound.values():
             rows.append(bound.explain())
         return "\n".join(rows)
@@ -575,11 +556,6 @@ def step(
     return decorate if function is None else decorate(function)
 
 
-def _warn(message: str) -> None:
-    """Warn at the line that called the step."""
-    warnings.warn(message, LazyStepWarning, stacklevel=user_level())
-
-
 def _agree(earlier: RecordedCall, call: RecordedCall) -> bool:
     if earlier.program is None or call.program is None:
         return False
@@ -603,8 +579,3 @@ def _audit_difference(replay: Replay, call: RecordedCall, predicted: list[Any]) 
         if not is_same(predicted[slot], actual[slot]):
             return f"a number is {actual[slot]!r}, a replay would have used {predicted[slot]!r}"
     return ""
-
-
-def _without_numbers(text: str) -> str:
-    """The text with numbers masked, since the numbers in a reason differ from call to call."""
-    return re.sub(r"-?\d[\d.e+-]*", "#", text)

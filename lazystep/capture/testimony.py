@@ -11,7 +11,7 @@ from ..record.handle import Memory
 from .places import Kind, Place, Places
 from .traced import is_traced
 
-# Answers to a read, for src/witness.c: follow numbers there; objects there are outside.
+# Answers to a read, for src/witness/sink.h: follow numbers there; objects there are outside.
 FOLLOW, OUTSIDE = 1, 2
 
 

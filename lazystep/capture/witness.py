@@ -148,7 +148,7 @@ class Witness:
         self._outside.release()
         self._finder.release()
 
-    # -- what src/witness.c asks: code ---------------------------------------------------------------------
+    # -- what C asks: code --------------------------------------------------------------------------------
 
     def code_kind(self, code: types.CodeType, names: dict[str, Any]) -> int:
         """Whether code is the user's, another package's, or not to be looked at."""

@@ -15,7 +15,7 @@ import torch
 
 from .. import config, metrics
 from .._version import __version__
-from ..capture.step import reasons
+from ..capture.notes import reasons
 from ..program.program import Program
 from ..runtime import runtime
 from ..tiers.history import describe

@@ -4,7 +4,7 @@ A `Case` is one combination. `Case.source` writes it down as an ordinary Python 
 the changes between its calls, and a function that looks at what the step has left behind. `check` runs the
 module twice: eagerly on the CPU, and captured on the lazy device. Every call must agree bit for bit.
 
-The parts are templates in the tables of `generated_parts.py`.
+The parts are templates in the tables of `generated_parts/`.
 """
 
 from __future__ import annotations

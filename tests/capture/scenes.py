@@ -6,7 +6,9 @@ Both play the same calls, with a change in between, and must agree bit for bit a
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -39,6 +41,26 @@ class Scene:
 
 
 Make = Callable[[str], Scene]
+
+
+def space(**names: Any) -> Any:
+    """An object with these attributes."""
+    return types.SimpleNamespace(**names)
+
+
+def put(container: Any, key: Any, value: Any) -> Callable[[], None]:
+    """A change: another item."""
+    return lambda: operator.setitem(container, key, value)
+
+
+def assign(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """A change: another value of an attribute."""
+    return lambda: setattr(owner, name, value)
+
+
+def linear() -> torch.nn.Module:
+    """The smallest model that most of the training needs."""
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
 
 
 class Scenes:

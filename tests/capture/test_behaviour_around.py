@@ -1,4 +1,4 @@
-"""What decides how an object, a builtin or an op behaves, and is read by no name: classes, modes, settings.
+"""What decides how a builtin, a module or an object behaves, and is read by no name.
 
 Each scene was replayed with the old numbers before the witness knew its kind.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import collections
-import contextlib
 import ctypes
 import functools
 import types
@@ -19,13 +18,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .scenes import Scene, Scenes, check_replays, check_right, check_right_or_refused
+from .undo import patch, restore, undo
 
 scene, refused = Scenes(), Scenes()
-_undo: list[Callable[[], object]] = []
 
 
 @pytest.fixture(autouse=True)
@@ -34,307 +31,7 @@ def as_before() -> Iterator[None]:
     restore()
 
 
-def restore() -> None:
-    while _undo:
-        _undo.pop()()
-
-
-def patch(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the scene ends."""
-    old = owner.__dict__.get(name, as_before)
-    _undo.append(lambda: delattr(owner, name) if old is as_before else setattr(owner, name, old))
-    setattr(owner, name, value)
-
-
-# -- classes: what they are made of, and what they get later -------------------------------------------
-
-
-class TwoParent:
-    number: Any = 2.0
-
-    def __len__(self) -> int:
-        return 2
-
-    def __add__(self, other: Any) -> float:
-        return 2.0
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((2,))
-
-    def __enter__(self) -> float:
-        return 2.0
-
-    def __exit__(self, *_: Any) -> None:
-        return None
-
-    def __getattr__(self, name: str) -> float:
-        return 2.0
-
-    @classmethod
-    def of_class(cls) -> float:
-        return 2.0
-
-    def method(self) -> float:
-        return 2.0
-
-
-class ThreeParent(TwoParent):
-    number = 3.0
-
-    def __len__(self) -> int:
-        return 3
-
-    def __add__(self, other: Any) -> float:
-        return 3.0
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((3,))
-
-    def __enter__(self) -> float:
-        return 3.0
-
-    def __getattr__(self, name: str) -> float:
-        return 3.0
-
-    @classmethod
-    def of_class(cls) -> float:
-        return 3.0
-
-    def method(self) -> float:
-        return 3.0
-
-
-def entered(thing: Any) -> Any:
-    with thing as number:
-        return number
-
-
-def matched(thing: Any) -> float:
-    match thing:
-        case ThreeParent():
-            return 3.0
-        case _:
-            return 2.0
-
-
-USES: dict[str, Callable[[Any], Any]] = {
-    "method": lambda thing: thing.method(),
-    "attribute": lambda thing: thing.number,
-    "super": lambda thing: thing.by_super(),
-    "own object": lambda thing: type(thing)().number,
-    "isinstance": lambda thing: 3.0 if isinstance(thing, ThreeParent) else 2.0,
-    "issubclass": lambda thing: 3.0 if issubclass(type(thing), ThreeParent) else 2.0,
-    "order": lambda thing: type(thing).__mro__[1].number,
-    "bases": lambda thing: type(thing).__bases__[0].number,
-    "class method": lambda thing: type(thing).of_class(),
-    "operator": lambda thing: thing + 1,
-    "getattr": lambda thing: thing.nothing_of_this_name,
-    "length": lambda thing: len(thing),
-    "iteration": lambda thing: sum(thing),
-    "truth": lambda thing: 2.0 if thing else 3.0,
-    "with": entered,
-    "match": matched,
-}
-
-
-@pytest.mark.parametrize("is_above", [False, True], ids=["its bases", "bases of a base"])
-@pytest.mark.parametrize("use", USES)
-def test_class_that_gets_other_bases_is_noticed(use: str, is_above: bool) -> None:
-    if is_above and use in ("order", "bases"):
-        pytest.skip("the class itself keeps its bases")
-
-    def make(device: str) -> Scene:
-        class Above(TwoParent):
-            pass
-
-        class Thing(Above if is_above else TwoParent):  # type: ignore[misc]
-            def by_super(self) -> Any:
-                return super().method()
-
-        thing = Thing()
-        changed: Any = Above if is_above else Thing
-        return Scene(
-            step=lambda x: x * USES[use](thing),
-            change=lambda: setattr(changed, "__bases__", (ThreeParent,)),
-        )
-
-    check_replays(make)
-
-
-def tried(get: Callable[[], Any]) -> Any:
-    try:
-        return get()
-    except (TypeError, AttributeError):
-        return 2.0
-
-
-GETS: dict[str, tuple[Callable[[Any], Any], str, Any]] = {
-    "operator": (lambda a: tried(lambda: a + 1), "__add__", lambda s, o: 3.0),
-    "length": (lambda a: tried(lambda: len(a)), "__len__", lambda s: 3),
-    "truth": (lambda a: 2.0 if a else 3.0, "__bool__", lambda s: False),
-    "equality": (lambda a: 3.0 if a == 1 else 2.0, "__eq__", lambda s, o: True),
-    "call": (lambda a: 3.0 if callable(a) else 2.0, "__call__", lambda s: 3.0),
-    "getattr": (lambda a: tried(lambda: a.missing), "__getattr__", lambda s, n: 3.0),
-    "getattribute": (lambda a: a.number, "__getattribute__", lambda s, n: 3.0),
-    "property": (lambda a: a.number, "number", property(lambda s: 3.0)),
-    "text": (lambda a: 2.0 if f"{a}".startswith("<") else 3.0, "__str__", lambda s: "a"),
-    "float": (lambda a: tried(lambda: float(a)), "__float__", lambda s: 3.0),
-    "init": (lambda a: type(a)().number, "__init__", lambda s: setattr(s, "number", 3.0)),
-    "setattr": (lambda a: set_and_get(type(a)()), "__setattr__", lambda s, n, v: s.__dict__.update({n: 3.0})),
-    "names": (lambda a: 3.0 if "added" in dir(type(a)) else 2.0, "added", 1),
-}
-
-
-def set_and_get(thing: Any) -> Any:
-    thing.number = 2.0
-    return thing.number
-
-
-@pytest.mark.parametrize("name", GETS)
-def test_class_that_gets_a_method_is_noticed(name: str) -> None:
-    use, special, value = GETS[name]
-
-    def make(device: str) -> Scene:
-        class Plain:
-            def __new__(cls) -> Any:
-                made = super().__new__(cls)
-                made.__dict__["number"] = 2.0
-                return made
-
-        thing = Plain()
-        return Scene(step=lambda x: x * use(thing), change=lambda: setattr(Plain, special, value))
-
-    check_replays(make)
-
-
-@pytest.mark.parametrize("kind", [list, dict])
-@pytest.mark.parametrize("special", ["__getitem__", "__iter__", "__contains__"])
-def test_container_whose_class_gets_a_method_is_noticed(kind: type, special: str) -> None:
-    uses: dict[str, Callable[[Any], Any]] = {
-        "__getitem__": lambda box: box[0],
-        "__iter__": lambda box: sum(number for number in box) + 2.0,
-        "__contains__": lambda box: 5.0 if 7 in box else 2.0,
-    }
-    news = {
-        "__getitem__": lambda s, k: 3.0,
-        "__iter__": lambda s: iter((9,)),
-        "__contains__": lambda s, k: True,
-    }
-
-    def make(device: str) -> Scene:
-        class Box(kind):  # type: ignore[misc, valid-type]
-            pass
-
-        box = Box({0: 2.0}) if kind is dict else Box([2.0])
-        return Scene(
-            step=lambda x: x * uses[special](box), change=lambda: setattr(Box, special, news[special])
-        )
-
-    check_replays(make)
-
-
-def metaclass(use: Callable[[Any], Any], name: str, value: Any) -> Callable[[str], Scene]:
-    def make(device: str) -> Scene:
-        class Meta(type):
-            number = 2.0
-
-            def __len__(cls) -> int:
-                return 2
-
-            def __getitem__(cls, key: Any) -> float:
-                return 2.0
-
-            def __getattr__(cls, name: str) -> float:
-                return 2.0
-
-            def __instancecheck__(cls, value: Any) -> bool:
-                return True
-
-        class Other(Meta):
-            number = 3.0
-
-        class Thing(metaclass=Meta):
-            pass
-
-        if name == "__class__":
-            return Scene(step=lambda x: x * use(Thing), change=lambda: setattr(Thing, name, Other))
-        return Scene(step=lambda x: x * use(Thing), change=lambda: setattr(Meta, name, value))
-
-    return make
-
-
-scene.rows(
-    length_of_a_class=metaclass(len, "__len__", lambda cls: 3),
-    item_of_a_class=metaclass(lambda kind: kind[0], "__getitem__", lambda cls, key: 3.0),
-    missing_name_of_a_class=metaclass(lambda kind: kind.missing, "__getattr__", lambda cls, name: 3.0),
-    instance_of_a_class=metaclass(
-        lambda kind: 2.0 if isinstance(1, kind) else 3.0, "__instancecheck__", lambda cls, value: False
-    ),
-    another_metaclass=metaclass(lambda kind: kind.number, "__class__", None),
-)
-
-
-@scene
-def descriptor_that_begins_to_come_first(device: str) -> Scene:
-    class Descriptor:
-        def __get__(self, owner: Any, kind: Any = None) -> float:
-            return 3.0
-
-    class Thing:
-        number = Descriptor()
-
-    thing = Thing()
-    thing.__dict__["number"] = 2.0
-    return Scene(
-        step=lambda x: x * thing.number,
-        change=lambda: setattr(Descriptor, "__set__", lambda s, o, v: None),
-    )
-
-
-@scene
-def keywords_of_a_partial_method(device: str) -> Scene:
-    class Thing:
-        def method(self, number: float) -> float:
-            return number
-
-        doubled = functools.partialmethod(method, number=2.0)
-
-    thing = Thing()
-    return Scene(
-        step=lambda x: x * thing.doubled(),
-        change=lambda: Thing.__dict__["doubled"].keywords.update(number=3.0),
-    )
-
-
-@scene
-def class_attribute_of_a_tensor(device: str) -> Scene:
-    class Weight(torch.Tensor):
-        number = 2.0
-
-    weight: Any = torch.ones(3).to(device).as_subclass(Weight)
-    return Scene(
-        step=lambda x: (x * weight).as_subclass(torch.Tensor) * weight.number,
-        change=lambda: setattr(Weight, "number", 3.0),
-    )
-
-
-@scene
-def class_that_torch_asks(device: str) -> Scene:
-    class Thing:
-        number = 2.0
-
-        @classmethod
-        def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return args[0] * cls.number
-
-    thing: Any = Thing()
-    return Scene(step=lambda x: torch.add(x, thing), change=lambda: setattr(Thing, "number", 3.0))
+# -- torch, modules and builtins ----------------------------------------------------------------------
 
 
 def of_torch(step: Callable[[Any], Any], owner: Any, name: str, value: Any) -> Callable[[str], Scene]:
@@ -379,9 +76,6 @@ def test_weight_norm_of_the_old_form_moves_and_is_replayed() -> None:
 
     step, replays = check_right(make)
     assert replays[5] >= 2, step.explain()
-
-
-# -- modules and builtins ------------------------------------------------------------------------------
 
 
 def tried_key() -> float:
@@ -505,7 +199,7 @@ def numpy_setting(step: Callable[[Any], Any], change: Callable[[], Any]) -> Call
     def make(device: str) -> Scene:
         restore()
         errors, precision = np.geterr(), np.get_printoptions()["precision"]
-        _undo.extend((lambda: np.seterr(**errors), lambda: np.set_printoptions(precision=precision)))
+        undo.extend((lambda: np.seterr(**errors), lambda: np.set_printoptions(precision=precision)))
         np.seterr(all="ignore")
         return Scene(step=step, change=change)
 
@@ -589,139 +283,6 @@ def test_attribute_that_an_argument_does_not_have(is_moved: bool) -> None:
     step, replays = check_right(make)
     assert replays[5] >= 2, step.explain()
     assert "'mark' of an argument" in step.explain()
-
-
-# -- modes and settings of torch -----------------------------------------------------------------------
-
-
-class AddsOne(TorchFunctionMode):
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result + 1 if function is torch.mul else result
-
-
-class AddsOneBelow(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result + 1 if function is torch.ops.aten.sin.default else result
-
-
-@contextlib.contextmanager
-def setting(change: Callable[[Any], Any], on: Any, off: Any) -> Iterator[None]:
-    change(on)
-    try:
-        yield
-    finally:
-        change(off)
-
-
-def gradient(x: Any) -> Any:
-    y = x.detach().clone().requires_grad_()
-    return torch.autograd.grad(y.sin().sum(), y)[0]
-
-
-def gradient_of_nothing(x: Any) -> Any:
-    y = (x * 0).detach().clone().requires_grad_()
-    try:
-        return torch.autograd.grad((y.sqrt() * 0).sum(), y)[0]
-    except RuntimeError:
-        return x * 3
-
-
-def packed(x: Any) -> Any:
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
-            return gradient(x)
-    except RuntimeError:
-        return x * 3
-
-
-class Plain(torch.Tensor):
-    pass
-
-
-def outer(x: Any) -> Any:
-    return torch.mm(x.reshape(3, 1), x.reshape(1, 3))
-
-
-MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch function": (AddsOne, lambda x: torch.mul(x, 3)),
-    "dispatch": (AddsOneBelow, torch.sin),
-    "default type": (
-        lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
-        lambda x: torch.ones(3, device=x.device) / 3,
-    ),
-    "device": (
-        lambda: torch.device("meta"),
-        lambda x: x * (2.0 if torch.empty(1).device.type == "meta" else 3.0),
-    ),
-    "default device": (
-        lambda: setting(torch.set_default_device, "meta", None),
-        lambda x: x * (2.0 if torch.empty(1).device.type == "meta" else 3.0),
-    ),
-    "no grad": (
-        torch.no_grad,
-        lambda x: x * (2.0 if (x.detach().requires_grad_() * 2).requires_grad else 3.0),
-    ),
-    "inference": (torch.inference_mode, lambda x: x * (2.0 if (x * 1).is_inference() else 3.0)),
-    "hooks of saved tensors": (
-        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t),
-        gradient,
-    ),
-    "no hooks of saved tensors": (lambda: torch.autograd.graph.disable_saved_tensors_hooks("no"), packed),
-    "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), gradient_of_nothing),
-    "deterministic": (
-        lambda: setting(torch.use_deterministic_algorithms, True, False),
-        lambda x: x * (2.0 if torch.are_deterministic_algorithms_enabled() else 3.0),
-    ),
-    "unfilled memory": (
-        lambda: setting(torch._C._set_deterministic_fill_uninitialized_memory, False, True),
-        lambda x: x * (2.0 if torch.utils.deterministic.fill_uninitialized_memory else 3.0),  # type: ignore[attr-defined]
-    ),
-    "autocast": (lambda: torch.autocast("cpu"), outer),
-    "type of autocast": (lambda: torch.autocast("cpu", dtype=torch.float16), outer),
-    "attention": (
-        lambda: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH),
-        lambda x: nn.functional.scaled_dot_product_attention(*[x.reshape(1, 1, 3, 1).repeat(1, 1, 1, 8)] * 3),
-    ),
-    "denormals": (
-        lambda: setting(torch.set_flush_denormal, True, False),
-        lambda x: x * 1e-38 * 1e-3 * 1e30,
-    ),
-    "subclasses": (
-        torch._C.DisableTorchFunctionSubclass,
-        lambda x: x * (2.0 if type(x.as_subclass(Plain) * 2) is Plain else 3.0),
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("is_left", [False, True], ids=["entered", "left"])
-@pytest.mark.parametrize("name", MODES)
-def test_mode_between_two_calls_is_noticed(name: str, is_left: bool) -> None:
-    enter, step = MODES[name]
-
-    def make(device: str) -> Scene:
-        restore()
-        stack = contextlib.ExitStack()
-        _undo.append(stack.close)
-        if is_left:
-            stack.enter_context(enter())
-
-        def arguments(number: int) -> tuple[Any, ...]:
-            return (torch.linspace(-1, 1, 3, device="cpu", dtype=torch.float32) + number,)
-
-        return Scene(
-            step=step,
-            change=stack.close if is_left else lambda: stack.enter_context(enter()),
-            arguments=arguments,
-        )
-
-    step_function, replays = check_right(make)
-    assert replays[-1] or len(step_function.explain().splitlines()) > 1
-    if name != "anomaly":  # which looks for NaNs, and so waits
-        assert replays[5] >= 2, step_function.explain()
-        assert replays[-1] > replays[5], step_function.explain()
 
 
 @pytest.mark.parametrize("make", scene.parameters)

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import lazystep
 from tests.helpers import nightly
-from tests.record.programs import Program, Refused, compare, differs, parse, programs, shorten
+from tests.record.program_writer import programs
+from tests.record.programs import Program, Refused, compare, differs, parse, shorten
 
 # Random programs are mostly new ones, which a loop is warned of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*were new programs:lazystep.LazyStepWarning")

@@ -15,7 +15,8 @@ from torch import nn
 import lazystep
 from benchmarks import models
 from tests.helpers import count, descend
-from tests.record.programs import Machine, Program, programs
+from tests.record.program_writer import programs
+from tests.record.programs import Machine, Program
 
 
 def make_loop(name: str = "mlp") -> Any:

@@ -137,3 +137,29 @@ def test_first_use_of_another_name_brings_the_device() -> None:
     )
     done = run_python("-c", script)
     assert done.returncode == 0, done.stderr
+
+
+# -- the witness, in C ---------------------------------------------------------------------------------
+
+WITNESS = ROOT / "lazystep" / "capture" / "src"
+
+
+def test_reading_order_of_the_witness_names_every_file_and_includes_go_back_in_it() -> None:
+    head = (WITNESS / "witness.c").read_text().split("*/")[0]
+    order = re.findall(r"\w+", re.split(r"Reading\s+order:", head)[1].partition(".")[0])
+    files = {path.stem: path.read_text() for path in (WITNESS / "witness").glob("*.h")}
+    # Those of one release of Python are read as what `frames` includes.
+    of_releases = {name for name in files if re.search(r"_3\d\d$|_before_|^events_|^stack_depths$", name)}
+    assert set(order) | of_releases == set(files)
+    assert not set(order) & of_releases
+    for number, name in enumerate(order):
+        included = set(re.findall(r'#include "(\w+)\.h"', files[name]))
+        assert included <= {*order[:number], *of_releases}, name
+
+
+def test_stub_of_the_witness_has_every_method_that_c_calls() -> None:
+    sources = [path.read_text() for path in (WITNESS / "witness").glob("*.h")]
+    called = {name for text in sources for name in re.findall(r'\btell(?:_void|_int)?\("(\w+)"', text)}
+    sink = (ROOT / "lazystep" / "capture" / "_witness.pyi").read_text().partition("class _Sink")[2]
+    assert called
+    assert called == set(re.findall(r"    def (\w+)\(", sink))

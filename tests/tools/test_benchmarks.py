@@ -37,7 +37,7 @@ from benchmarks.steps_report import (
     steps_table,
 )
 from benchmarks.timing import Measurements
-from lazystep.capture import step as capture_step
+from lazystep.capture import audits
 from tests.helpers import ROOT, run_python
 
 # Seconds a step: every goal is met.
@@ -153,9 +153,9 @@ def test_audits_of_a_step_are_measured_from_one_to_the_next(monkeypatch):
     worker.system = steps.load_system("lazystep")
     worker.name = STEP
     weight = torch.zeros(2, 2, device="lazy")
-    monkeypatch.setattr(capture_step, "_EARLY_AUDITS", 1)
-    monkeypatch.setattr(capture_step, "_MIN_INTERVAL", 3)
-    monkeypatch.setattr(capture_step, "_AUDIT_SHARE", 1e6)
+    monkeypatch.setattr(audits, "_EARLY_AUDITS", 1)
+    monkeypatch.setattr(audits, "_MIN_INTERVAL", 3)
+    monkeypatch.setattr(audits, "_AUDIT_SHARE", 1e6)
     worker.step = lazystep.step(lambda x, y: weight.add_(x * y))
     worker.make_batch = lambda: (torch.ones(2, 2), torch.ones(2, 2))
     before = lazystep.metrics.counter_value("captures_audited")
@@ -247,6 +247,20 @@ def test_readme_says_which_variant_failed():
     row = next(line for line in lines if line.startswith("| GPT"))
     assert row.split(" | ")[5] == "fails"
     assert any(f"{JAX} fails on some" in line for line in lines)
+
+
+def test_readme_says_which_variant_failed_beside_a_spinning_thread():
+    reports = copy.deepcopy(readme.load_reports())
+    busy = {name: reports["steps"]["measurements"][f"{name}, busy"] for name in ("mlp", "gpt")}
+    busy["mlp"]["samples"][f"{STEP}, busy"].pop()  # it broke in the last round
+    busy["mlp"]["failures"][f"{STEP}, busy"] = "broke"
+    del busy["gpt"]["samples"][f"{STEP}, busy"]
+    lines = readme.measured_part(reports).splitlines()
+    row = next(
+        line for line in lines if line.startswith(f"| rate kept beside a spinning Python thread, %: {STEP}")
+    )
+    assert "MLP fails, GPT fails, conv net " in row
+    assert row.count("fails") == 2
 
 
 def test_large_models_have_the_parameters_of_their_names_and_goals_follow_from_numbers():

@@ -1,4 +1,4 @@
-/* What witness.c does when an event comes: each source of events calls these. See [Note: versions]. */
+/* What levels.h does when an event comes: each source of events calls these. See [Note: versions]. */
 
 static int on_frame(_PyInterpreterFrame *frame);
 static void on_leave(_PyInterpreterFrame *frame);

@@ -1,0 +1,78 @@
+"""What a step computes with a value, and how it makes the next one: templates of several kinds of values."""
+
+from __future__ import annotations
+
+NUMBER_USES = (
+    "x * v",
+    "x + v",
+    "(x > 0).to(torch.int64) * v",
+    "torch.full_like(x, v)",
+    "x * (2 if v > 2 else 3)",
+    "x * (2 if v == 2 else 3)",
+    "x * (2 if isinstance(v, int) else 3)",
+    "x * (2 if type(v) is float else 3)",
+    "x * (2 if v else 3)",
+    "x * (2 if v in (2, 5) else 3)",
+    "x * float(f'{v}')",
+    "x * len(f'{v!r}')",
+    "x * math.copysign(1.0, v)",
+    "x * sum([v, v])",
+    "x * max(v, 1)",
+    "x.clamp(max=v)",
+    "x * {2: 1.5, 3: 2.5}.get(v, 3.5)",
+    "x * matched(v)",
+    "x + torch.tensor([v, v, v], dtype=torch.float32).to(x.device)",
+    "x[: len([one for one in (1, 2, 3) if one < v])]",
+)
+NUMBER_ADVANCES = ("v + 1", "v - 1", "v * 2", "-v", "v / 2", "v % 3 + 1", "float(v)", "5 - v")
+TENSOR_USES = (
+    "x * v.to(x.device)",
+    "x + v.to(x.device).sum()",
+    "x * v.shape[0]",
+    "x.to(v.dtype)",
+    "x * (2 if v.requires_grad else 3)",
+    "x * (2 if v.dtype is torch.float32 else 3)",
+    "x * len(v)",
+    "x * v.dim()",
+    "x * (2 if isinstance(v, nn.Parameter) else 3)",
+    "x * (2 if v.is_leaf else 3)",
+    "x * (2 if v.grad is None else 3)",
+    "torch.zeros_like(v.to(x.device)) + x[0]",
+    "v.to(x.device) - x[0]",
+    "x + sum(one.sum() for one in v.to(x.device))",
+    "(v.to(x.device) * x[0]).t()",
+)
+TENSOR_ADVANCES = ("v * 0.5", "v.clone()", "v.detach() * 0.5 + x.to(v.device).sum()", "v[:1]", "v.double()")
+TENSOR_MUTATIONS = (
+    "v.mul_(2)",
+    "v.data = v.data * 3",
+    "v.data.add_(1)",
+    "v.requires_grad_(not v.requires_grad)",
+    "v.data = torch.ones(2, 3, device=v.device)",
+    "v.data = v.data.double()",
+    "v.grad = None if v.grad is not None else torch.ones_like(v)",
+    "v.copy_(v + 1)",
+    "v.zero_()",
+    "v[0] = 7.0",
+    "v.t_()",
+    "v.detach().mul_(3)",
+    "v.register_hook(lambda g: g * 2)",
+)
+LIST_USES = (
+    "x * v[0]",
+    "x * sum(v)",
+    "x * len(v)",
+    "x * sorted(v)[0]",
+    "x * max(v)",
+    "x * (2 if 2.0 in v else 3)",
+    "x * (2 if v else 3)",
+    "x * [a * b for a, b in zip(v, v)][-1]",
+    "x * sum(map(abs, v))",
+    "x * (lambda first, *rest: first + len(rest))(*v)",
+    "x * [*v][-1]",
+    "x * functools.reduce(operator.add, v)",
+    "x * matched(v)",
+    "x * float(f'{v[0]}')",
+    "x + torch.tensor(v, dtype=torch.float32).to(x.device).sum()",
+    "x * (2 if any(one > 2 for one in v) else 3)",
+)
