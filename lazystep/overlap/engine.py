@@ -229,7 +229,10 @@ class Engine:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self._attached:
-            self.check(wait=True)  # before DDP's next collective, which a failed rank would not join
+            # Before DDP's next collective, which a failed rank would not join. Plain DDP does not wait here.
+            is_plain = not self.choice.overlaps and self._leaves()
+            with nullcontext() if is_plain else self.choice.adding():
+                self.check(wait=True)
         self._pass.produced.clear()
         # Only before a step: all ranks have heard the decision by then, so all of them leave together.
         is_step = torch.is_grad_enabled() and self.ddp.require_backward_grad_sync
