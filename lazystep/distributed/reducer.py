@@ -56,6 +56,9 @@ class Reducer:
         # The gradients that the last reduction has left behind, by parameter, if the bits depend on that.
         # Weak: `zero_grad` frees them.
         self._views: dict[int, weakref.ref[Tensor]] = {}
+        # The parameters that this rank has used since the last reduction, also under no_sync, as torch counts
+        # them: backward has come to them, and they have a gradient.
+        self._used: set[int] = set()
         self._backward: _Backward | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -94,13 +97,12 @@ class Reducer:
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
         """Expect the gradients of one backward. `outputs`: where to look for unused parameters.
 
-        With `find_unused_parameters` this is collective: it blocks until the other ranks have recorded
-        their forward.
+        With `find_unused_parameters` the end of the backward is collective: it blocks until the other ranks
+        have recorded theirs.
         """
         unused: frozenset[int] = frozenset()
-        kept: frozenset[int] = frozenset()
         if self._static is not None:
-            unused, kept = self._static.unused, self._static.kept
+            unused = self._static.unused
         elif self._settings.finds_unused:
             reached = set(_leaves_behind(outputs))
             unused = frozenset(n for n, p in enumerate(self._parameters) if p not in reached)
@@ -109,8 +111,7 @@ class Reducer:
                 watching.on_exchange(
                     "find_unused_parameters asks the other ranks in each step; leave it out if all are used"
                 )
-            kept = self._unused_everywhere(unused)
-        self._backward = _Backward(self.buckets, unused, kept)
+        self._backward = _Backward(self.buckets, unused)
 
     def _rebuild_buckets(self) -> bool:
         """Bucket the parameters in the order of rank 0's gradients, once. Collective; blocks for rank 0."""
@@ -140,11 +141,11 @@ class Reducer:
         if backward is None:
             return  # under no_sync; torch fails here. The next backward has to use all parameters.
         graph.unused = frozenset(backward.awaited)
-        graph.kept = self._unused_everywhere(graph.unused)
+        graph.kept = self._unused_everywhere()
         self._backward = None
         with torch.no_grad():
             for bucket in self.buckets:
-                self._reduce(bucket, graph.kept)
+                self._give(self._reduce(bucket), graph.kept)
 
     def _remove_autograd_hooks(self) -> None:
         for hook in self._hooks:
@@ -154,6 +155,10 @@ class Reducer:
 
     def _on_gradient(self, index: int) -> None:
         backward = self._backward
+        is_learning = self._static is not None and not self._static.is_learnt
+        # Without a gradient it leads to an output that the loss does not use.
+        if (self._finds_unused or is_learning) and self._parameters[index].grad is not None:
+            self._used.add(index)
         if backward is None:
             return  # no_sync
         if index not in backward.awaited:
@@ -162,32 +167,49 @@ class Reducer:
                 "was reduced, or one that find_unused_parameters or the first backward of a static graph "
                 "did not expect. Reentrant checkpointing does this: use checkpoint(..., use_reentrant=False)."
             )
-        if self._static is not None and not self._static.is_learnt:
+        if is_learning:
             backward.awaited.discard(index)
             return
         if self._arrivals is not None:
             self._arrivals.append(index)
         with torch.no_grad():
             for bucket in backward.arrive(index):
-                self._reduce(bucket, backward.kept)
-        if not backward.awaited:
-            self._backward = None
+                reduced = self._reduce(bucket)
+                if self._finds_unused:
+                    backward.reduced.update(reduced)
+                else:
+                    self._give(reduced, self._static.kept if self._static is not None else frozenset())
+            if not backward.awaited:
+                self._backward = None
+                if self._finds_unused:
+                    # Only now is it known which gradients came: an output may be no part of the loss.
+                    self._give(backward.reduced, self._unused_everywhere())
 
-    def _reduce(self, bucket: tuple[int, ...], kept: frozenset[int]) -> None:
-        """Record the reduction of a bucket. Its gradients become views of it."""
+    @property
+    def _finds_unused(self) -> bool:
+        return self._settings.finds_unused and self._static is None
+
+    def _reduce(self, bucket: tuple[int, ...]) -> dict[int, Tensor]:
+        """Record the reduction of a bucket. Gives the reduced gradients, which are views of it."""
         flat = torch.cat(self._rows(bucket))
         sent = flat.to(self._settings.compression) if self._settings.compression is not None else flat
         if self._settings.divides:
             sent.div_(self._group.size)
         flat = all_reduce(sent, "sum", self._group.name).to(flat.dtype)
         offset = 0
+        views = {}
         for index in bucket:
             parameter = self._parameters[index]
             # Detached: the gradients are all that keeps the bucket.
-            view = flat.as_strided(parameter.shape, _layout(parameter), offset).detach()
+            views[index] = flat.as_strided(parameter.shape, _layout(parameter), offset).detach()
             offset += parameter.numel()
+        return views
+
+    def _give(self, reduced: dict[int, Tensor], kept: frozenset[int]) -> None:
+        """Give the parameters their reduced gradients, except those whose gradients are kept as they are."""
+        for index, view in reduced.items():
             if index not in kept:
-                parameter.grad = view
+                self._parameters[index].grad = view
                 if self._settings.gradient_as_bucket_view:
                     self._views[index] = weakref.ref(view)
 
@@ -209,11 +231,12 @@ class Reducer:
             rows.append(row_of(gradient, parameter))
         return rows
 
-    def _unused_everywhere(self, unused: frozenset[int]) -> frozenset[int]:
-        """The parameters that no rank uses: their gradients are left as they are, as torch does."""
+    def _unused_everywhere(self) -> frozenset[int]:
+        """The parameters that no rank has used: their gradients are left as they are, as torch does."""
         used = torch.tensor(
-            [index not in unused for index in range(len(self._parameters))], dtype=torch.int32
+            [index in self._used for index in range(len(self._parameters))], dtype=torch.int32
         )
+        self._used.clear()
         self._group.messages.allreduce([used]).wait()
         return frozenset(torch.nonzero(used == 0).flatten().tolist())
 
@@ -233,11 +256,9 @@ class _StaticGraph:
 class _Backward:
     """One backward: which gradients are still to come. Buckets are reduced in their order."""
 
-    def __init__(
-        self, buckets: tuple[tuple[int, ...], ...], unused: frozenset[int], kept: frozenset[int]
-    ) -> None:
-        self.unused = unused
-        self.kept = kept
+    def __init__(self, buckets: tuple[tuple[int, ...], ...], unused: frozenset[int]) -> None:
+        # By parameter: the gradients of the reduced buckets, while it is not known which are to be kept.
+        self.reduced: dict[int, Tensor] = {}
         self.awaited = {index for bucket in buckets for index in bucket} - unused
         self.has_begun = False
         self._buckets = list(buckets)

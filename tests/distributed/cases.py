@@ -36,6 +36,22 @@ class Branches(nn.Module):
         return self.left(x) if self.takes_left else self.right(x)
 
 
+class Alternating(Branches):
+    """Takes the other layer in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.takes_left = not self.takes_left
+        return super().forward(x)
+
+
+class TwoOutputs(Branches):
+    """Returns a second output, of a layer that nothing else uses."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return found, self.idle(found)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +100,7 @@ class Case:
     autocast: torch.dtype | None = None
     shards: bool = False  # the state of the optimizer, on the lazy device
     scales: bool = False  # with a GradScaler; a gradient of rank 1 overflows once
+    loss: Callable[[Any], Tensor] = lambda out: out.square().mean()
     # Why a captured step records each call, in the words of `explain()`; empty if it is replayed.
     not_replayed: str = ""
 
@@ -135,6 +152,18 @@ CASES: dict[str, Case] = {
         model=Branches,
         options={"find_unused_parameters": True},
         branches=True,
+        not_replayed="asks the other ranks",
+    ),
+    "find_unused_parameters, an output that is not part of the loss": Case(
+        model=TwoOutputs,
+        options={"find_unused_parameters": True},
+        loss=lambda out: out[0].square().mean(),
+        not_replayed="asks the other ranks",
+    ),
+    "find_unused_parameters, a layer used under no_sync only": Case(
+        model=Alternating,
+        options={"find_unused_parameters": True},
+        accumulate=2,
         not_replayed="asks the other ranks",
     ),
     "sharded state": Case(shards=True),
@@ -213,7 +242,7 @@ def train(
             is_last = number == len(batches) - 1
             with contextlib.nullcontext() if is_last else ddp.no_sync():
                 with torch.autocast(device, case.autocast, enabled=case.autocast is not None):
-                    loss = ddp(batch).square().mean()
+                    loss = case.loss(ddp(batch))
                 scaler.scale(loss).backward()
         if case.clip:
             nn.utils.clip_grad_norm_(ddp.parameters(), case.clip)
