@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from .errors import LazyStepError
 from .extensions import RUNNER
@@ -81,6 +81,11 @@ def find_group(name: str) -> StepGroup:
             "Destroy process groups after lazystep.wait_device_ops()."
         )
     return found
+
+
+def group_of_one() -> Any:
+    """A gloo group of this rank alone, to learn what gloo takes without the other ranks."""
+    return dist.ProcessGroupGloo(HashStore(), 0, 1)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

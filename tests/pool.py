@@ -76,7 +76,7 @@ class Pool:
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
-        self.gather(range(self._size), timeout=120)
+        self.gather(range(self._size), timeout=300)  # a busy machine takes minutes to import torch
 
     def run(
         self, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout: float = 60
@@ -128,9 +128,12 @@ class Pool:
         pid = self.processes[rank].pid
         if pid is None or not self.processes[rank].is_alive():
             return f"rank {rank}: its process has ended"
+        stacks = _stacks_file(self._directory.name, rank)
+        if not stacks.exists():
+            return f"rank {rank}: it is still starting"
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return f"rank {rank}:\n{_stacks_file(self._directory.name, rank).read_text()}"
+        return f"rank {rank}:\n{stacks.read_text()}"
 
     def close(self, patience: float = 5) -> None:
         """End all processes."""

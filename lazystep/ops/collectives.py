@@ -4,19 +4,23 @@
 functional collectives arrive here. A recorded collective is in order with the ops around it, as on a CUDA
 stream, so the `Work` that the caller gets has nothing to wait for. Others, such as `send`, run on the host
 and synchronize.
+
+[Note: refused calls] What gloo would refuse is refused while it is recorded, at the user's line. A
+collective that fails while it runs breaks its group, because the other ranks may be waiting in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import _create_work_from_future
 
-from ..process_groups import step_group
+from ..process_groups import find_group, group_of_one, step_group
 from ..program import collectives  # noqa: F401 - declares the ops
 from ..record.recorder import Recorder
 from .handlers import handles, handles_later
@@ -38,24 +42,68 @@ def in_place(tensor: Tensor, launch: Callable[[Tensor], object]) -> Tensor:
 
 def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
     """Record an all-reduce of `tensor`, in place. `group`: the name of a step group."""
+    _try("all_reduce", tensor.dtype, op)
     return in_place(tensor, lambda dense: torch.ops.lazystep.all_reduce_(dense, op, group))
 
 
 def broadcast(tensor: Tensor, root: int, group: str) -> Tensor:
     """Record a broadcast into `tensor` from the rank `root` of the group."""
+    _try("broadcast", tensor.dtype)
     return in_place(tensor, lambda dense: torch.ops.lazystep.broadcast_(dense, root, group))
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: str) -> Tensor:
     """Record an all-gather of `tensor` into `out`."""
+    _try("all_gather", tensor.dtype)
+    _compare("all_gather", "output", out, "input", tensor, group)
     source = tensor.contiguous()
     return in_place(out, lambda dense: torch.ops.lazystep.all_gather_(dense, source, group))
 
 
 def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: str) -> Tensor:
     """Record a reduce-scatter of `tensor` into `out`."""
+    _try("reduce_scatter", tensor.dtype, op)
+    _compare("reduce_scatter", "input", tensor, "output", out, group)
     source = tensor.contiguous()
     return in_place(out, lambda dense: torch.ops.lazystep.reduce_scatter_(dense, source, op, group))
+
+
+@cache
+def _try(kind: str, dtype: torch.dtype, op: str = "sum") -> None:
+    """Raise gloo's own error if it does not take this type, or this op on it. See [Note: refused calls]."""
+    group, x, out = group_of_one(), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype)
+    reduce_op = getattr(dist.ReduceOp, op.upper())
+    try:
+        if kind == "all_reduce":
+            group.allreduce([x], reduce_op).wait()
+        elif kind == "broadcast":
+            group.broadcast(x, 0).wait()
+        elif kind == "all_gather":
+            group._allgather_base(out, x).wait()
+        else:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = reduce_op
+            group._reduce_scatter_base(out, x, options).wait()
+    except RuntimeError as error:
+        how = f" with {op!r}" if "reduce" in kind else ""
+        raise RuntimeError(f"gloo has no {kind} of {dtype}{how}: {error}") from None
+
+
+def _compare(kind: str, whole_name: str, whole: Tensor, part_name: str, part: Tensor, group: str) -> None:
+    """Raise if the whole does not have the elements of one part from each rank."""
+    size = find_group(group).size
+    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
+        raise RuntimeError(
+            f"{kind} over {size} ranks: expected {size * part.numel()} elements of {part.dtype} in the "
+            f"{whole_name}, {size} times those of the {part_name}; got {whole.numel()} of {whole.dtype}"
+        )
+
+
+def _work(results: list[Tensor]) -> Any:
+    """A `Work` that has ended, with these results."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(results)
+    return _create_work_from_future(future).boxed()
 
 
 # -- torch.distributed: (..., process group, ...) -> results and a Work ------------------------------------
@@ -70,7 +118,7 @@ def _allreduce(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
         return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
     for tensor in tensors:
         all_reduce(tensor, _reduce_op(op), _name_of(group))
-    return tensors, FakeWork().boxed()
+    return tensors, _work(tensors)
 
 
 @handles(_c10d.broadcast_.default)
@@ -80,7 +128,7 @@ def _broadcast(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
         return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
     for tensor in tensors:
         broadcast(tensor, root, _name_of(group))
-    return tensors, FakeWork().boxed()
+    return tensors, _work(tensors)
 
 
 @handles(_c10d._allgather_base_.default)
@@ -88,7 +136,7 @@ def _allgather_base(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs
     out, tensor, group = args[0], args[1], args[2]
     if not _is_plain([out, tensor]):
         return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
-    return all_gather(out, tensor, _name_of(group)), FakeWork().boxed()
+    return all_gather(out, tensor, _name_of(group)), _work([out])
 
 
 @handles(_c10d.allgather_.default)
@@ -102,7 +150,7 @@ def _allgather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
     all_gather(gathered, tensors[0], _name_of(group))
     for part, result in zip(flat, gathered, strict=True):
         part.copy_(result)
-    return outs, FakeWork().boxed()
+    return outs, _work(flat)
 
 
 @handles(_c10d._reduce_scatter_base_.default)
@@ -110,7 +158,7 @@ def _reduce_scatter_base(recorder: Recorder, func: Any, args: tuple[Any, ...], k
     out, tensor, group, op = args[0], args[1], args[2], args[3]
     if not _is_plain([out, tensor], op):
         return run_on_host(recorder, func, args, kwargs, "collective that is not recorded")
-    return reduce_scatter(out, tensor, _reduce_op(op), _name_of(group)), FakeWork().boxed()
+    return reduce_scatter(out, tensor, _reduce_op(op), _name_of(group)), _work([out])
 
 
 def _is_plain(tensors: list[Tensor], op: Any = None) -> bool:

@@ -20,8 +20,11 @@ _DISTRIBUTIONS = os.path.join(_PACKAGES[0], "distributions", "")
 _users: list[str] = []
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = ("site-packages", "dist-packages")
-# Packages that read tensors for their caller: the caller's line is the one that waits.
-_READERS = tuple(f"{os.sep}{site}{os.sep}safetensors{os.sep}" for site in _SITE)
+# Packages that work for their caller: safetensors reads tensors, so the caller's line is the one that waits,
+# and functions of torch that are deprecated are wrapped by typing_extensions.
+_HELPERS = tuple(
+    os.path.join(os.sep + site, name) for site in _SITE for name in ("safetensors", "typing_extensions.py")
+)
 
 # Whether a code object is not the user's. Code objects are few and long-lived.
 _is_internal: dict[CodeType, bool] = {}
@@ -31,7 +34,7 @@ def _classify(code: CodeType) -> bool:
     path = code.co_filename
     is_package = path.startswith(_PACKAGES) and not path.startswith(tuple(_users))
     internal = is_package or path.startswith(("<frozen ", "<lazystep"))
-    internal |= any(name in path for name in _READERS)
+    internal |= any(name in path for name in _HELPERS)
     if path.startswith(_STDLIB) and not any(name in path for name in _SITE):
         internal = True
     _is_internal[code] = internal
