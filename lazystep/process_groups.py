@@ -11,6 +11,7 @@ all ranks and in the next run.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from .errors import LazyStepError
+from .errors import CollectiveError, LazyStepError
 from .extensions import RUNNER
 
 _PREFIX = "lazystep:"
@@ -52,6 +53,17 @@ class StepGroup:
         self.failure = self.failure or reason
         self.connected.agreed = -1  # the next run asks, and is told
 
+    def finish(self, message: Any, what: str) -> None:
+        """Wait for a message between training threads; `what`: its content, in words."""
+        try:
+            message.wait()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank} exchanges {what} with the other ranks of {self.name!r}, which failed: "
+                f"{str(error).partition(chr(10))[0]}. Another rank has ended, hangs, or has not come to this "
+                f"place within {self.timeout.total_seconds():g} s. {self.failure}".rstrip()
+            ) from error
+
     def _connect(self, prefix: str) -> dist.ProcessGroupGloo:
         # Made directly: `dist.new_group` has to be called on all ranks of the world.
         store = PrefixStore(prefix, self.store)
@@ -68,8 +80,24 @@ def step_group(group: dist.ProcessGroup | None) -> StepGroup:
             )
     found = _groups.get(group)
     if found is None:
-        found = _groups[group] = _by_name[f"{_PREFIX}{group.group_name}"] = StepGroup(group)
+        name = f"{_PREFIX}{group.group_name}"
+        _end_former(name)
+        found = _groups[group] = _by_name[name] = StepGroup(group)
     return found
+
+
+def _end_former(name: str) -> None:
+    """Let nothing run in a new group that was recorded for a destroyed one of the same name.
+
+    Blocks for a step that is running, at most for the time-out of the former group.
+    """
+    if name in _names:
+        former = _by_name.get(name)
+        if former is not None:
+            former.fail("It has been destroyed, and made anew. Run lazystep.wait_device_ops() before.")
+        for drain in drains:
+            drain()
+    _names.add(name)
 
 
 def find_group(name: str) -> StepGroup:
@@ -100,3 +128,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 # A step group lives as long as the user's group.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, StepGroup] = weakref.WeakKeyDictionary()
 _by_name: weakref.WeakValueDictionary[str, StepGroup] = weakref.WeakValueDictionary()
+_names: set[str] = set()  # of all groups so far
+# The runtime's: each runs what is recorded and queued, and keeps what fails for the next barrier.
+drains: list[Callable[[], None]] = []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import metrics, timeline
+from . import metrics, process_groups, timeline
 from .config import settings
 from .errors import mark_reported, report
 from .execute.executor import Executor, report_dropped
@@ -51,6 +51,7 @@ class Runtime:
         self.history = History()
         self.num_steps = 0
         self.last_program: Program | None = None
+        process_groups.drains.append(self.drain)
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self.recorder.refuse_after_fork)
 

@@ -121,7 +121,8 @@ class Reducer:
         if len(self._arrivals) + len(unused) < len(self._parameters):
             return False
         order = torch.tensor(self._arrivals + unused)
-        self._group.messages.broadcast([order], dist.BroadcastOptions()).wait()
+        message = self._group.messages.broadcast([order], dist.BroadcastOptions())
+        self._group.finish(message, "the order of the buckets, in the second step,")
         self._arrivals = None
         self.buckets = _assign(self._parameters, self._settings.rebuilt_limits, order.tolist())
         return True
@@ -237,7 +238,8 @@ class Reducer:
             [index in self._used for index in range(len(self._parameters))], dtype=torch.int32
         )
         self._used.clear()
-        self._group.messages.allreduce([used]).wait()
+        message = self._group.messages.allreduce([used])
+        self._group.finish(message, "which parameters were used, behind backward,")
         return frozenset(torch.nonzero(used == 0).flatten().tolist())
 
 

@@ -166,14 +166,20 @@ def _difference(
     group: StepGroup, ours: list[tuple[str, str]], rank: int, theirs: list[tuple[str, str]]
 ) -> str:
     """The first launch that differs between this rank and another one, in words; empty if none does."""
-    nothing = ("no further collective", "the end of the step")
+    nothing = ("no further collective", "the end of the program")
     for number in range(max(len(ours), len(theirs))):
         our_launch, our_line = ours[number] if number < len(ours) else nothing
         their_launch, their_line = theirs[number] if number < len(theirs) else nothing
         if our_launch != their_launch:
+            hint = ""
+            if nothing[0] in (our_launch, their_launch):
+                hint = (
+                    " A program ends at mark_step, and where a value is read: read it on all ranks, or in a "
+                    "step closure."
+                )
             return (
                 f"Ranks have recorded different programs. Their collective {number} is {our_launch} at "
                 f"{our_line} on rank {group.rank}, and {their_launch} at {their_line} on rank {rank}. All "
-                "ranks must record the same collectives in the same order."
+                f"ranks must record the same collectives in the same order.{hint}"
             )
     return ""

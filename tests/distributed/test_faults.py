@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,79 @@ def test_no_collective_of_a_later_step_meets_one_that_another_rank_waits_for() -
     assert "the process group is broken. A step failed on rank 0 between its collectives" in again
     assert waited.startswith("StepError: step ")
     assert "all_reduce of 2" in waited
+
+
+def read_on_one_rank(world: World) -> str:
+    """Rank 0 reads between two collectives, so its first program ends there."""
+    first, second = (torch.ones(size).to("lazy") for size in (2, 3))
+
+    def reduce() -> None:
+        dist.all_reduce(first, group=world.group)
+        if world.rank == 0:
+            first.tolist()
+        dist.all_reduce(second, group=world.group)
+        lazystep.mark_step(wait=True)
+
+    return raised_by(reduce)
+
+
+def come_to_the_second_step_alone(world: World) -> str:
+    """Rank 1 does not come to the second step, in which the ranks exchange the order of the buckets."""
+    ddp, optimizer = make(world)
+    step(ddp, optimizer)
+    lazystep.wait_device_ops()
+    return raised_by(lambda: step(ddp, optimizer)) if world.rank == 0 else "nothing"
+
+
+def make_the_group_anew(world: World, path: str) -> dict[str, str]:
+    """Rank 0 has recorded a collective of the old group that never ran. The new group has the same name."""
+
+    def reduce(size: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        x = torch.full((size,), float(world.rank + 1)).to("lazy")
+        dist.all_reduce(x, group=group)
+        return x
+
+    assert reduce(2, world.group).tolist() == [3.0, 3.0]
+    left = reduce(3, world.group) if world.rank == 0 else torch.zeros(3).to("lazy")
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(path, 2), rank=world.rank, world_size=2, timeout=timeout
+    )
+    total = reduce(4)
+    return {
+        "total": str(total.tolist()),
+        "left": raised_by(left.tolist),
+        "lost": raised_by(lazystep.wait_device_ops),
+    }
+
+
+def test_a_read_on_one_rank_alone_is_told_as_such() -> None:
+    pool = Pool(2, collective_timeout=TIMEOUT)
+    try:
+        for raised in pool.run(read_on_one_rank, timeout=240):
+            assert "Ranks have recorded different programs" in raised
+            assert "where a value is read: read it on all ranks, or in a step closure" in raised
+    finally:
+        pool.close()
+
+
+def test_a_message_that_another_rank_does_not_send_is_named() -> None:
+    pool = Pool(2, collective_timeout=TIMEOUT)
+    try:
+        raised, _ = pool.run(come_to_the_second_step_alone, timeout=240)
+    finally:
+        pool.close()
+    assert raised.startswith("CollectiveError: rank 0 exchanges the order of the buckets"), raised
+    assert "has not come to this place within 8 s" in raised
+
+
+def test_what_was_recorded_for_a_destroyed_group_never_runs_in_a_new_one(tmp_path: Path) -> None:
+    pool = Pool(2, collective_timeout=TIMEOUT)
+    try:
+        first, second = pool.run(make_the_group_anew, str(tmp_path / "store"), timeout=240)
+    finally:
+        pool.close()
+    assert first["total"] == second["total"] == str([3.0] * 4)
+    assert "destroyed" in first["left"]
+    assert second["left"] == second["lost"] == "nothing"
