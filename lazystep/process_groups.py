@@ -113,7 +113,7 @@ def find_group(name: str) -> StepGroup:
 
 def group_of_one() -> Any:
     """A gloo group of this rank alone, to learn what gloo takes without the other ranks."""
-    return dist.ProcessGroupGloo(HashStore(), 0, 1)
+    return dist.ProcessGroupGloo(HashStore(), 0, 1, timeout=dist.constants.default_pg_timeout)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
