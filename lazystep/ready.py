@@ -57,8 +57,7 @@ class ReadyReplays:
     def make(self, numbers: list[Any], binding: Binding) -> Ready | None:
         """The run of a replay that has been committed; None if it needs Python. Does not wait."""
         licence = self._executable.licence
-        is_other = licence is not None and licence is not self._licence  # None: a run in Python goes on
-        if is_other or binding.bound is not self._bound:
+        if licence is not self._licence or binding.bound is not self._bound:
             self._call = self._licence = self._bound = None  # do not keep tensors that are not used any more
         if licence is None or timeline.active is not None:
             return None
@@ -73,11 +72,11 @@ class ReadyReplays:
             inputs = self._state.tensors()
             if inputs is None:
                 return None  # a tensor is not there yet
-            native, count, agreements = licence.library.native, licence.thread_count, licence.agreements()
+            library, agreements = licence.library, licence.agreements()
             if agreements is None:
                 return None
-            self._call = native.make_ready_call(
-                inputs, self._own, self._places, licence.fixed, count, agreements
+            self._call = library.native.make_ready_call(
+                inputs, self._own, self._places, licence.fixed, library.threads, agreements
             )
             self._licence, self._bound = licence, binding.bound
         run = self._call.make_run(tensors, numbers) if self._call is not None else None

@@ -4,9 +4,10 @@
 // for up to 5 ms more (`sys.getswitchinterval`): as long as several small steps. So a step that is ready, which means
 // that the training thread has checked its tensors and numbers when it queued it, is put into a chain. The executor
 // thread takes one ready run after the other from there. It takes the lock only when the chain ends: when a step is
-// queued that is not ready, a thread waits for a value, a run fails, or nothing comes for a while. A run that has ended
-// gets its Python side (the handles of its results, counters) from the thread that queues the next step: see
-// `Executor._settle`.
+// queued that is not ready, the runs that a thread waits for are over, a run fails, or nothing comes for a while. A run
+// that has ended gets its Python side (the handles of its results, counters) from the thread that queues the next step:
+// see `Executor._settle`. A thread that waits for places sleeps here until as many runs have ended as it wants, so it
+// asks for the lock once, not after each run.
 //
 // Objects of Python's are touched by constructors alone, which need the interpreter lock.
 #pragma once
@@ -26,6 +27,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -33,29 +35,49 @@
 
 #include "communicate.h"
 #include "denormals.h"
+#include "thread_choice.h"
 
 namespace lazystep {
 
 namespace py = pybind11;
-using Library = torch::inductor::AOTIModelContainerRunnerCpu;
+
+// A library, run without the interpreter lock.
+class Library : public torch::inductor::AOTIModelContainerRunnerCpu {
+ public:
+  explicit Library(const std::string& path) : AOTIModelContainerRunnerCpu(path) {}
+
+  // As `run`, and needs the interpreter lock, which it gives up meanwhile.
+  std::vector<at::Tensor> run_for_python(const std::vector<at::Tensor>& arguments) {
+    py::gil_scoped_release no_lock;
+    auto start = std::chrono::steady_clock::now();
+    auto returned = run(arguments);
+    seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return returned;
+  }
+
+  double seconds() const { return seconds_; }
+
+ private:
+  double seconds_ = 0;  // of the last such run
+};
 
 // A library with the tensors that it has been found to fit. Only the executor thread calls it.
 struct ReadyCall {
   // `arguments`: all that the library takes, None for tensors that each run has its own of; `own`: examples of these, in
   // the order in which a run gives them, with their number among the arguments. `floats`, `ints`: the tensors with the
   // numbers, and where in a run's list the numbers are. `fixed`: numbers that are part of the library, and their places.
-  // `returned`: examples of the results. `agreements`: the groups that it communicates in, and the number of the
+  // `returned`: examples of the results. `threads`: on how many it runs. `agreements`: the groups that it communicates in, and the number of the
   // collectives that their ranks must have agreed on.
   ReadyCall(
       std::shared_ptr<Library> library, const std::vector<std::optional<at::Tensor>>& arguments,
       const std::vector<std::pair<size_t, at::Tensor>>& own, at::Tensor floats, const std::vector<size_t>& floats_at,
       at::Tensor ints, const std::vector<size_t>& ints_at, const std::vector<std::pair<size_t, py::object>>& fixed,
-      const std::vector<at::Tensor>& returned, int num_threads,
+      const std::vector<at::Tensor>& returned, std::shared_ptr<ThreadChoice> threads,
       std::vector<std::pair<std::shared_ptr<Group>, int64_t>> agreements)
       : library(std::move(library)),
         floats(std::move(floats), floats_at),
         ints(std::move(ints), ints_at),
-        num_threads(num_threads),
+        threads(std::move(threads)),
         agreements(std::move(agreements)) {
     for (const auto& argument : arguments) {
       this->arguments.push_back(argument.value_or(at::Tensor()));
@@ -135,7 +157,7 @@ struct ReadyCall {
   Numbers floats, ints;
   std::vector<std::pair<size_t, Number>> fixed;
   std::vector<Form> returned;
-  int num_threads;
+  std::shared_ptr<ThreadChoice> threads;
   std::vector<std::pair<std::shared_ptr<Group>, int64_t>> agreements;
 };
 
@@ -180,19 +202,16 @@ class ReadyRun {
   bool execute() {
     auto start = std::chrono::steady_clock::now();
     ReadyCall& call = *call_;
-    for (size_t i = 0; i < call.arguments.size(); ++i) {
-      // Nobody changes the type of a tensor that a handle holds, but a step on the reference may resize it.
-      if (call.arguments[i].defined() && call.arguments[i].const_data_ptr() != call.addresses[i]) return false;
-    }
-    for (const auto& [group, number] : call.agreements) {
-      // Another program has communicated in between, or a collective has failed: Python asks the other ranks.
-      if (group->agreed() != number) return false;
+    if (!still_fits()) {
+      state_ = State::kRefused;
+      return false;
     }
     std::vector<at::Tensor> arguments = call.arguments;
     for (size_t i = 0; i < own_.size(); ++i) arguments[call.own[i].first] = own_[i];
     call.floats.spread(floats_);
     call.ints.spread(ints_);
-    if (at::get_num_threads() != call.num_threads) at::set_num_threads(call.num_threads);
+    int num_threads = call.threads->next();
+    if (at::get_num_threads() != num_threads) at::set_num_threads(num_threads);
     if (flushes_denormals() != flushes_denormals_) at::globalContext().setFlushDenormal(flushes_denormals_);
     try {
       returned_ = call.library->run(arguments);
@@ -207,6 +226,7 @@ class ReadyRun {
       state_ = State::kFailed;
       return false;
     }
+    call.threads->took(seconds_);
     is_as_declared_ = has_declared_results();
     state_ = State::kDone;
     // The rest must be done before the next run writes the memory that a result shares.
@@ -215,6 +235,7 @@ class ReadyRun {
 
   bool is_done() const { return state_ == State::kDone; }
   bool has_failed() const { return state_ == State::kFailed; }
+  bool is_refused() const { return state_ == State::kRefused; }
   bool is_as_declared() const { return is_as_declared_; }
   const std::string& error() const { return error_; }
   double seconds() const { return seconds_; }
@@ -227,7 +248,21 @@ class ReadyRun {
   }
 
  private:
-  enum class State { kQueued, kDone, kFailed };
+  // `kRefused`: it has not run, since its tensors or groups are not what they were when it was made.
+  enum class State { kQueued, kDone, kFailed, kRefused };
+
+  bool still_fits() const {
+    const ReadyCall& call = *call_;
+    for (size_t i = 0; i < call.arguments.size(); ++i) {
+      // Nobody changes the type of a tensor that a handle holds, but a step on the reference may resize it.
+      if (call.arguments[i].defined() && call.arguments[i].const_data_ptr() != call.addresses[i]) return false;
+    }
+    for (const auto& [group, number] : call.agreements) {
+      // Another program has communicated in between, or a collective has failed: Python asks the other ranks.
+      if (group->agreed() != number) return false;
+    }
+    return true;
+  }
 
   bool has_declared_results() const {
     if (returned_.size() != call_->returned.size()) return false;
@@ -258,15 +293,14 @@ class ReadyRun {
   std::atomic<State> state_{State::kQueued};
 };
 
-// Hands ready runs to the executor thread, and tells when a run, ready or not, has ended.
+// Hands ready runs to the executor thread, and tells when runs, ready or not, have ended.
 class Chain {
  public:
-  // The executor thread is about to call `run`: these come first.
-  void open(const std::vector<std::shared_ptr<ReadyRun>>& runs) {
+  // The executor thread is about to call `run`: these come first. It comes back behind them, unless `stays_open`.
+  void open(const std::vector<std::shared_ptr<ReadyRun>>& runs, bool stays_open) {
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.assign(runs.begin(), runs.end());
-    is_open_ = true;
-    is_stopped_ = false;
+    is_open_ = stays_open;
   }
 
   // False if the chain is not open: then the run waits for its turn in Python.
@@ -285,11 +319,20 @@ class Chain {
     changed_.notify_all();
   }
 
+  // As above, and not later than when this run, which has been put into the chain, is over.
+  void end_behind(const std::shared_ptr<ReadyRun>& last) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_open_ = false;
+    auto found = std::find(queue_.begin(), queue_.end(), last);
+    queue_.erase(found == queue_.end() ? queue_.begin() : found + 1, queue_.end());
+    changed_.notify_all();
+  }
+
   // Let the executor thread come back when the present run is over.
   void stop() {
     std::lock_guard<std::mutex> lock(mutex_);
     is_open_ = false;
-    is_stopped_ = true;
+    queue_.clear();  // their Python side still has them
     changed_.notify_all();
   }
 
@@ -299,13 +342,13 @@ class Chain {
     py::gil_scoped_release no_lock;
     bool is_needed = true;
     while (true) {
-      std::shared_ptr<ReadyRun> next;
+      std::shared_ptr<ReadyRun> next;  // dropped without the mutex: it may be the last reference to tensors
       {
         std::unique_lock<std::mutex> lock(mutex_);
         auto is_due = [&] { return !queue_.empty() || !is_open_; };
         is_needed = changed_.wait_for(lock, std::chrono::duration<double>(patience), is_due);
-        if (is_stopped_ || queue_.empty()) {
-          close();
+        if (queue_.empty()) {
+          is_open_ = false;
           break;
         }
         next = std::move(queue_.front());
@@ -316,11 +359,11 @@ class Chain {
       if (next->is_done()) {
         ++num_unsettled_;
         ++num_run_;
-        ++num_ended_;
-        ended_.notify_all();
+        count_end();
       }
       if (!goes_on) {
-        close();
+        is_open_ = false;
+        queue_.clear();
         break;
       }
     }
@@ -331,16 +374,17 @@ class Chain {
   // A run that was not ready has ended.
   void note_end() {
     std::lock_guard<std::mutex> lock(mutex_);
-    ++num_ended_;
-    ended_.notify_all();
+    count_end();
   }
 
-  // Block until another run has ended than those that `num_ended` has counted, or for `timeout` seconds. Needs the
-  // interpreter lock, and gives it up.
-  void wait_for_end(int64_t seen, double timeout) {
+  // Block until `num_ended` is at least `wanted`, or for `timeout` seconds. Needs the interpreter lock, and gives it up.
+  void wait_for_ends(int64_t wanted, double timeout) {
     py::gil_scoped_release no_lock;
     std::unique_lock<std::mutex> lock(mutex_);
-    ended_.wait_for(lock, std::chrono::duration<double>(timeout), [&] { return num_ended_ != seen; });
+    auto awaited = awaited_.insert(wanted);
+    ended_.wait_for(lock, std::chrono::duration<double>(timeout), [&] { return num_ended_ >= wanted; });
+    awaited_.erase(awaited);
+    ++num_wakes_;
   }
 
   void note_settled() { --num_unsettled_; }
@@ -348,20 +392,24 @@ class Chain {
   int64_t num_unsettled() const { return num_unsettled_; }
   int64_t num_run() const { return num_run_; }
   int64_t num_returns() const { return num_returns_; }
+  int64_t num_wakes() const { return num_wakes_; }
 
  private:
-  void close() {
-    is_open_ = is_stopped_ = false;
-    queue_.clear();  // their Python side still has them
+  void count_end() {  // under the mutex
+    ++num_ended_;
+    // Nobody wakes to find that too few have ended.
+    if (!awaited_.empty() && num_ended_ >= *awaited_.begin()) ended_.notify_all();
   }
 
   std::mutex mutex_;
   std::condition_variable changed_, ended_;
   std::deque<std::shared_ptr<ReadyRun>> queue_;
-  bool is_open_ = false, is_stopped_ = false;
+  bool is_open_ = false;
+  std::multiset<int64_t> awaited_;  // values of `num_ended` that threads wait for
   std::atomic<int64_t> num_ended_{0}, num_unsettled_{0};
-  // For tests: how many runs there were, and how often the executor thread took the interpreter lock after them.
-  std::atomic<int64_t> num_run_{0}, num_returns_{0};
+  // For tests: how many runs there were, how often the executor thread took the interpreter lock after them, and how
+  // often a thread that waited for runs to end did.
+  std::atomic<int64_t> num_run_{0}, num_returns_{0}, num_wakes_{0};
 };
 
 }  // namespace lazystep

@@ -19,6 +19,7 @@ class ReadyRun(Protocol):
 
     is_done: bool
     has_failed: bool
+    is_refused: bool  # it has not run, and has to run in Python
     is_as_declared: bool  # the results need no copies, and share no memory with anything else
     error: str
     seconds: float
@@ -45,15 +46,22 @@ class Chain(Protocol):
     num_unsettled: int  # ready runs that have ended and were not settled
     num_run: int  # ready runs that have ended
     num_returns: int  # how often the executor thread took the interpreter lock after ready runs
+    num_wakes: int  # how often a thread took the interpreter lock in `wait_for_ends`
 
-    def open(self, runs: Sequence[ReadyRun]) -> None:
-        """The executor thread is about to call `run`: these come first."""
+    def open(self, runs: Sequence[ReadyRun], stays_open: bool) -> None:
+        """The executor thread is about to call `run`: these come first.
+
+        It comes back behind them, unless `stays_open`.
+        """
 
     def push(self, run: ReadyRun) -> bool:
         """Add a run behind the others. False if the chain is not open."""
 
     def drain(self) -> None:
         """Let the executor thread come back when the runs in the chain are over."""
+
+    def end_behind(self, last: ReadyRun) -> None:
+        """As `drain`, and not later than when `last`, which has been put into the chain, is over."""
 
     def stop(self) -> None:
         """Let the executor thread come back when the present run is over."""
@@ -70,8 +78,8 @@ class Chain(Protocol):
     def note_settled(self) -> None:
         """A ready run has been settled."""
 
-    def wait_for_end(self, seen: int, timeout: float) -> None:
-        """Block while `num_ended` is `seen`, for `timeout` seconds at most."""
+    def wait_for_ends(self, wanted: int, timeout: float) -> None:
+        """Block until `num_ended` is at least `wanted`, for `timeout` seconds at most."""
 
 
 _extension = RUNNER.load()

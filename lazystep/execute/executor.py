@@ -49,6 +49,8 @@ _HEAD_START = 0.005
 _NUM_WAITS, _MAX_NUM_WAITS = 2, 1024
 # Seconds for which a thread waits for a place before it looks for signals.
 _LOOK_AROUND = 0.05
+# Behind every step.
+_LAST = float("inf")
 # A thread that waits may queue two steps before: a sync closure's computations are a program of their own.
 _MAX_UNREAD = 2
 
@@ -70,7 +72,8 @@ class Executor:
         # Runs without Python: they stay in the queue until they are settled. See [Note: chain] in chain.h.
         self._chain = make_chain()
         self._is_chained = False  # the executor thread is in the chain, or about to be
-        self._num_waiting = 0  # threads that wait in Python for a run to end
+        # The steps that threads wait for in Python: the executor thread comes back behind each.
+        self._awaited: list[float] = []
         # Runs that have failed. A run that is made ready has no input of a run that failed before.
         self.num_failed = 0
         self._queue: deque[Run] = deque()
@@ -129,7 +132,8 @@ class Executor:
                 was_empty = not self._queue
                 self._queue.append(run)
                 if self._is_chained:
-                    if run.ready is None or not self._chain.push(run.ready.run):
+                    # Not valid any more if the executor thread has just run the program in another way.
+                    if run.ready is None or not run.ready.is_valid or not self._chain.push(run.ready.run):
                         self._chain.drain()
                 elif was_empty:
                     is_free = self._running is None and not self._has_pool
@@ -161,7 +165,7 @@ class Executor:
         self._wake_executor()
         half = settings.max_in_flight // 2
         what = f"a place among {settings.max_in_flight} steps in flight"
-        self._wait(lambda: self.num_in_flight <= half, what, self._wait_for_ends)
+        self._wait(lambda: self.num_in_flight <= half, what, self._wait_without_python)
 
     def wait_idle(self) -> None:
         """Block until every submitted step has ended, at most for the setting `wait_timeout`."""
@@ -176,7 +180,7 @@ class Executor:
             if self._has_pool and self._running is None:
                 # It has ended already: now the executor gives its pool back.
                 self._bell.ring(0.0)
-                self._chain.stop()
+                self._chain.drain()
 
     def run_up_to(self, run: Run) -> bool:
         """Run queued steps on the calling thread, up to `run`, if that is better than to wait.
@@ -203,16 +207,23 @@ class Executor:
             with undisturbed(), self._condition:
                 self._settle()
 
-    def begin_wait(self) -> None:
-        """The calling thread is going to wait in Python, so the executor thread has to come back there."""
-        with self._condition:
-            self._num_waiting += 1
-        self._chain.stop()
+    def begin_wait(self, run: Run | None = None) -> None:
+        """The calling thread is going to wait in Python for `run`, or for all runs.
 
-    def end_wait(self) -> None:
+        The executor thread comes back there behind them.
+        """
+        with self._condition:
+            self._awaited.append(_LAST if run is None else run.step)
+            ready = run.ready if run is not None else None
+            if ready is not None:
+                self._chain.end_behind(ready.run)
+            else:
+                self._chain.drain()
+
+    def end_wait(self, run: Run | None = None) -> None:
         """The calling thread does not wait any more."""
         with self._condition:
-            self._num_waiting -= 1
+            self._awaited.remove(_LAST if run is None else run.step)
 
     def take_failures(self) -> list[LazyStepError]:
         """The failures since the last call that no read has reported. Each failure is returned once."""
@@ -286,17 +297,18 @@ class Executor:
         finally:
             self.end_wait()
 
-    def _wait_for_ends(self, condition: Callable[[], bool]) -> bool:
-        """As above, for what is so when a run has ended: the executor thread stays without Python."""
+    def _wait_without_python(self, condition: Callable[[], bool]) -> bool:
+        """As above, for half of the places: the executor thread stays without Python, this one wakes once."""
         deadline = time.monotonic() + settings.wait_timeout
         while True:
-            seen = self._chain.num_ended
+            ended = self._chain.num_ended  # first: a run that ends now counts as one of those to wait for
             if condition():
                 return True
             seconds = deadline - time.monotonic()
             if seconds <= 0:
                 return False
-            self._chain.wait_for_end(seen, min(seconds, _LOOK_AROUND))
+            wanted = ended + self.num_in_flight - settings.max_in_flight // 2
+            self._chain.wait_for_ends(wanted, min(seconds, _LOOK_AROUND))
 
     # -- running -----------------------------------------------------------------------------
 
@@ -333,20 +345,20 @@ class Executor:
 
         `last`: the run that it has just ended. Needs the lock.
         """
-        if self._num_waiting or self._closed or not self._has_pool or self._running is not None:
+        if self._closed or not self._has_pool or self._running is not None:
             return False
         runs = []
         for run in self._queue:
             if run.ready is None or not run.ready.is_valid:
                 break
             runs.append(run.ready.run)
-        if self._queue and not runs:
-            return False
-        if not self._queue and (last is None or not last.executable.is_licensed or not self._num_unread):
-            return False
-        self._chain.open(runs)
-        if len(runs) < len(self._queue):
-            self._chain.drain()
+            if run.step in self._awaited:
+                break
+        if not runs:
+            is_idle = not self._queue and not self._awaited and self._num_unread > 0
+            if not is_idle or last is None or not last.executable.is_licensed:
+                return False
+        self._chain.open(runs, stays_open=len(runs) == len(self._queue) and not self._awaited)
         self._is_chained = True
         return True
 
@@ -360,8 +372,7 @@ class Executor:
                 if ready.run.has_failed:
                     failed = self._running = self._queue.popleft()
                     self._runner = threading.get_ident()
-                else:
-                    # It may be the one that ended the chain. The next chain begins behind it.
+                elif ready.run.is_refused:
                     self._queue[0].ready = None
             self._condition.notify_all()
         if failed is not None:

@@ -4,7 +4,6 @@
 // torch binds the same runner for Python, but its `run` keeps the lock until the step is over: the
 // training thread can't record the next step meanwhile, no closure runs, no data loader's thread.
 // Used by the modules of execute/ and by process_groups.py alone.
-#include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
@@ -16,25 +15,21 @@
 #include "denormals.h"
 #include "exit.h"
 #include "op_sequence.h"
+#include "thread_choice.h"
 #include "threads.h"
 #include "update.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  using lazystep::Chain, lazystep::ReadyCall, lazystep::ReadyRun;
+  using lazystep::Chain, lazystep::ReadyCall, lazystep::ReadyRun, lazystep::ThreadChoice;
   using lazystep::Communicated, lazystep::Group, lazystep::Launch;
-  using Runner = lazystep::Library;
+  using lazystep::Library;
   module.attr("torch_version") = TORCH_VERSION;
-  py::class_<Runner, std::shared_ptr<Runner>>(module, "Library", py::module_local())
+  py::class_<Library, std::shared_ptr<Library>>(module, "Library", py::module_local())
       .def(py::init<const std::string&>(), py::arg("path"))
-      .def(
-          "run",
-          [](Runner& runner, const std::vector<at::Tensor>& arguments) {
-            py::gil_scoped_release no_lock;
-            return runner.run(arguments);
-          },
-          py::arg("arguments"));
+      .def("run", &Library::run_for_python, py::arg("arguments"))
+      .def_property_readonly("seconds", &Library::seconds);
   module.def("flushes_denormals", &lazystep::flushes_denormals);
   module.def("call_c", [](uintptr_t function, int number) {
     return reinterpret_cast<int (*)(int)>(function)(number);
@@ -86,20 +81,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   }, py::arg("observer"), py::arg("is_silent"));
   module.def("num_pending", [] { return lazystep::InFlight::get().num_pending(); });
   module.def("take_communicated", [] { return lazystep::InFlight::get().take(); });
+  py::class_<ThreadChoice, std::shared_ptr<ThreadChoice>>(module, "ThreadChoice", py::module_local())
+      .def(py::init<std::vector<int>, const ThreadChoice*>(), py::arg("counts"), py::arg("like"))
+      .def("next", &ThreadChoice::next)
+      .def("took", &ThreadChoice::took, py::arg("seconds"));
   py::class_<ReadyCall, std::shared_ptr<ReadyCall>>(module, "ReadyCall", py::module_local())
       .def(
           py::init<
-              std::shared_ptr<Runner>, const std::vector<std::optional<at::Tensor>>&,
+              std::shared_ptr<Library>, const std::vector<std::optional<at::Tensor>>&,
               const std::vector<std::pair<size_t, at::Tensor>>&, at::Tensor, std::vector<size_t>, at::Tensor,
               std::vector<size_t>, const std::vector<std::pair<size_t, py::object>>&, const std::vector<at::Tensor>&,
-              int, std::vector<std::pair<std::shared_ptr<Group>, int64_t>>>(),
+              std::shared_ptr<ThreadChoice>, std::vector<std::pair<std::shared_ptr<Group>, int64_t>>>(),
           py::arg("library"), py::arg("arguments"), py::arg("own"), py::arg("floats"), py::arg("floats_at"),
-          py::arg("ints"), py::arg("ints_at"), py::arg("fixed"), py::arg("returned"), py::arg("num_threads"),
+          py::arg("ints"), py::arg("ints_at"), py::arg("fixed"), py::arg("returned"), py::arg("threads"),
           py::arg("agreements"))
       .def("make_run", &ReadyRun::make, py::arg("own"), py::arg("numbers"));
   py::class_<ReadyRun, std::shared_ptr<ReadyRun>>(module, "ReadyRun", py::module_local())
       .def_property_readonly("is_done", &ReadyRun::is_done)
       .def_property_readonly("has_failed", &ReadyRun::has_failed)
+      .def_property_readonly("is_refused", &ReadyRun::is_refused)
       .def_property_readonly("is_as_declared", &ReadyRun::is_as_declared)
       .def_property_readonly("error", &ReadyRun::error)
       .def_property_readonly("seconds", &ReadyRun::seconds)
@@ -108,16 +108,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("arguments", &ReadyRun::arguments);
   py::class_<Chain>(module, "Chain", py::module_local())
       .def(py::init<>())
-      .def("open", &Chain::open, py::arg("runs"))
+      .def("open", &Chain::open, py::arg("runs"), py::arg("stays_open"))
       .def("push", &Chain::push, py::arg("run"))
       .def("drain", &Chain::drain)
+      .def("end_behind", &Chain::end_behind, py::arg("last"))
       .def("stop", &Chain::stop)
       .def("run", &Chain::run, py::arg("patience"))
       .def("note_end", &Chain::note_end)
-      .def("wait_for_end", &Chain::wait_for_end, py::arg("seen"), py::arg("timeout"))
+      .def("wait_for_ends", &Chain::wait_for_ends, py::arg("wanted"), py::arg("timeout"))
       .def("note_settled", &Chain::note_settled)
       .def_property_readonly("num_ended", &Chain::num_ended)
       .def_property_readonly("num_unsettled", &Chain::num_unsettled)
       .def_property_readonly("num_run", &Chain::num_run)
-      .def_property_readonly("num_returns", &Chain::num_returns);
+      .def_property_readonly("num_returns", &Chain::num_returns)
+      .def_property_readonly("num_wakes", &Chain::num_wakes);
 }

@@ -8,6 +8,7 @@ refuses a wrong argument before anything has run.
 from __future__ import annotations
 
 import re
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from .diagnose import find_failure
 from .executable import InstructionError
 from .library import Call, library_of
 from .reference import relayout
+from .thread_choice import ThreadChoice
 
 
 class UnfitError(Exception):
@@ -50,6 +52,7 @@ class NativeExecutable:
         # The arguments that passed the check in the last run: a weak reference to each tensor, and its
         # address. Parameters and optimizer state are the same tensors in every step, so the check is skipped.
         self._checked: list[tuple[Callable[[], Any], int]] = [(_nothing, 0)] * len(signature.arguments)
+        self._seconds = 0.0
         self._returns_all = all(where is Where.RETURNED for where, _, _ in signature.outputs)
 
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Any]) -> list[torch.Tensor]:
@@ -63,12 +66,20 @@ class NativeExecutable:
                 addresses.add(numbers.address)
         flat += self._carriers
         try:
+            start = time.perf_counter()
             returned = self._call(flat)
+            self._seconds = time.perf_counter() - start
         except RuntimeError as error:
             failure = self._failure(error, arguments, scalars)
             raise failure from failure.__cause__
         del flat
         return self._outputs(arguments, addresses, returned)
+
+    @property
+    def seconds(self) -> float:
+        """How long the library has taken for the last run: not the wait for the interpreter lock after it."""
+        library = library_of(self._call)
+        return self._seconds if library is None else float(library.seconds)
 
     def _failure(
         self, error: RuntimeError, arguments: Sequence[torch.Tensor], scalars: Sequence[Any]
@@ -108,13 +119,14 @@ class NativeExecutable:
         own: Sequence[int],
         places: Sequence[int],
         fixed: Mapping[int, Any],
-        num_threads: int,
+        threads: ThreadChoice,
         agreements: Sequence[tuple[Any, int]],
     ) -> ReadyCall | None:
         """The library bound to these inputs; None if they need more than a check of addresses.
 
         `inputs`: None for those that each run has its own of, at the positions `own`. `places`: where in a
-        run's list of numbers each scalar is. `fixed`: the scalars that are part of the library.
+        run's list of numbers each scalar is. `fixed`: the scalars that are part of the library. `threads`: on
+        how many it runs.
         `agreements`: the groups of its collectives, see `ReadyCall` in chain.h.
         """
         library = library_of(self._call)
@@ -154,7 +166,7 @@ class NativeExecutable:
             [places[slot] for slot in self._ints.slots],
             [(places[slot], value) for slot, value in fixed.items()],
             [_like(values[value].type) for value in self._signature.returned],
-            num_threads,
+            threads,
             agreements,
         )
 

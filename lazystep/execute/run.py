@@ -65,10 +65,10 @@ class Runner(Protocol):
     def settle(self) -> None:
         """Settle the ready runs that have ended."""
 
-    def begin_wait(self) -> None:
-        """The calling thread is going to wait for a run in Python: each run that ends must tell so there."""
+    def begin_wait(self, run: Run) -> None:
+        """The calling thread is going to wait for a run in Python: the end of the run must be told there."""
 
-    def end_wait(self) -> None:
+    def end_wait(self, run: Run) -> None:
         """It does not wait any more."""
 
     def run_up_to(self, run: Run) -> bool:
@@ -215,11 +215,11 @@ class Run:
         if self.runner is None:
             self._wait_here()
             return
-        self.runner.begin_wait()
+        self.runner.begin_wait(self)
         try:
             self._wait_here()
         finally:
-            self.runner.end_wait()
+            self.runner.end_wait(self)
 
     def _wait_here(self) -> None:
         deadline = time.monotonic() + settings.wait_timeout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from ..config import settings
 from ..execute.chain import ReadyRun
 from ..execute.executable import InstructionError
 from ..execute.native import NativeExecutable
-from ..execute.thread_choice import ThreadChoice
+from ..execute.thread_choice import make_thread_choice
 from ..program.program import Number
 from .agreement import Communication
 from .families import Served
@@ -31,40 +30,25 @@ class LoadedLibrary:
         self.num_runs = 0
         has_choice = settings.tune_threads and native.num_threads > 1
         counts = [native.num_threads, 1] if has_choice else [native.num_threads]
-        self._threads = ThreadChoice(counts, served.family_library.threads if served is not None else None)
+        like = served.family_library.threads if served is not None else None
+        self.threads = make_thread_choice(counts, like)
         if served is not None:
-            served.family_library.threads = self._threads
+            served.family_library.threads = self.threads
 
     @property
     def is_checked(self) -> bool:
         """Whether it has agreed with the reference, now or in an earlier process."""
         return (self.served.tag if self.served is not None else "") in self.library.checked
 
-    @property
-    def has_thread_count(self) -> bool:
-        """Whether the number of threads has been chosen and is not being measured."""
-        return self._threads.is_made
-
-    @property
-    def thread_count(self) -> int:
-        """On how many threads the next run goes."""
-        return self._threads.next()
-
-    def note_run(self, seconds: float) -> None:
-        """A run without Python has ended."""
-        self.num_runs += 1
-        self._threads.took(seconds)
-
     def run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
         """See `Executable.run`. Raises `UnfitError` before anything has run."""
         self.num_runs += 1
-        num_threads = self._threads.next()
+        num_threads = self.threads.next()
         if num_threads != self.native.num_threads:
             # The executor sets its count again before the next step that needs it.
             torch.set_num_threads(num_threads)
-        start = time.perf_counter()
         outputs = self.native.run(inputs, scalars)
-        self._threads.took(time.perf_counter() - start)
+        self.threads.took(self.native.seconds)
         return outputs
 
 
@@ -97,14 +81,9 @@ class Licence:
         self.library = library
         self.fixed = fixed
         self.num_threads = num_threads  # as the training thread has it
-        self.thread_count = library.thread_count  # that the library runs on
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Licence) and (
-            self.library is other.library
-            and self.fixed is other.fixed
-            and self.thread_count == other.thread_count
-        )
+        return isinstance(other, Licence) and (self.library is other.library and self.fixed is other.fixed)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -124,9 +103,7 @@ class Licence:
         if executable is not None:
             executable.num_runs += 1
             executable.tier = "native"
-        self.library.note_run(run.seconds)
-        if executable is not None and not self.library.has_thread_count:
-            executable.licence = None
+        self.library.num_runs += 1
         failure: InstructionError | None = None
         try:
             outputs = self.library.native.outputs_of(run, self.fixed)

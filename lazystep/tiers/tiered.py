@@ -115,9 +115,19 @@ class TieredExecutable:
             return self._run(inputs, scalars)
 
     def _run(self, inputs: list[torch.Tensor], scalars: Sequence[Number]) -> list[torch.Tensor]:
+        licence: Licence | None = None
+        try:
+            outputs, licence = self._run_on_best(inputs, scalars)
+            return outputs
+        finally:
+            # Not before: what is queued meanwhile counts on a run like the last one.
+            self.licence = licence
+
+    def _run_on_best(
+        self, inputs: list[torch.Tensor], scalars: Sequence[Number]
+    ) -> tuple[list[torch.Tensor], Licence | None]:
         self.num_runs += 1
         self.tier = "reference"
-        self.licence = None
         specialization = self._specialization(scalars) if settings.tier != "reference" else None
         library = specialization.advance() if specialization is not None else None
         if specialization is None or library is None:
@@ -126,7 +136,7 @@ class TieredExecutable:
             outputs = self._reference.run(inputs, scalars)
             if specialization is not None:
                 specialization.spend(time.perf_counter() - start)
-            return outputs
+            return outputs, None
         try:
             if specialization.is_check_due():
                 directory = library.library.path.parent
@@ -135,21 +145,20 @@ class TieredExecutable:
                 if settings.keep_memory:
                     metrics.count("memory_given_back", int(give_freed_memory_back()))
                 specialization.end_check(checked.failure, checked.mismatch)
-                return checked.outputs
+                return checked.outputs, None
             outputs = library.run(inputs, scalars)
         except UnfitError as error:
             torch.set_num_threads(library.native.num_threads)
             specialization.stay("unfit_inputs", f"its inputs do not fit the library: {error}")
-            return self._reference.run(inputs, scalars)
+            return self._reference.run(inputs, scalars), None
         except NoRoomError as error:
             specialization.postpone_check(str(error))
             metrics.count("reference_executions")
-            return self._reference.run(inputs, scalars)
+            return self._reference.run(inputs, scalars), None
         self.tier = "native"
         self.num_native_runs += 1
         metrics.count("native_executions")
-        self.licence = self._license(library, specialization)
-        return outputs
+        return outputs, self._license(library, specialization)
 
     @property
     def is_licensed(self) -> bool:
@@ -157,8 +166,8 @@ class TieredExecutable:
         return self.licence is not None
 
     def _license(self, library: LoadedLibrary, specialization: Specialization) -> Licence | None:
-        """Let runs like the last one go without Python, unless the next one is checked or measured."""
-        if not library.has_thread_count or not specialization.is_trusted:
+        """Let runs like the last one go without Python, unless the next one is checked."""
+        if not specialization.is_trusted:
             return None
         fixed, num_threads = specialization.fixed, specialization.num_threads
         licence = Licence(self, library, fixed, num_threads, self._communication)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -15,6 +16,8 @@ from torch import nn
 import lazystep
 from lazystep import config
 from lazystep.execute import executor as executor_module
+from lazystep.execute.chain import make_chain
+from lazystep.execute.native import NativeExecutable
 from tests.helpers import count
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("auto_tier")]
@@ -122,6 +125,133 @@ def test_a_busy_python_thread_costs_the_executor_no_handover(chain: Any) -> None
         thread.join()
     lazystep.wait_device_ops()
     assert chain.num_run - before >= 20
+
+
+class Gate:
+    """Holds the runs that go through Python."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_runs = 0
+        self._has_come, self._may_run = threading.Event(), threading.Event()
+        run = NativeExecutable.run
+
+        def held(native: NativeExecutable, *arguments: Any) -> list[torch.Tensor]:
+            self.num_runs += 1
+            self._has_come.set()
+            assert self._may_run.wait(60)
+            return run(native, *arguments)
+
+        monkeypatch.setattr(NativeExecutable, "run", held)
+
+    def open_soon(self) -> None:
+        """Open while the calling thread waits. Before, wait for the first run: the caller does not run it."""
+        assert self._has_come.wait(60)
+        threading.Timer(0.05, self._may_run.set).start()
+
+
+def test_steps_that_are_queued_behind_a_step_in_python_need_no_python(
+    chain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each of them goes through Python while the next ones are queued: the chain begins by luck."""
+    trained = Trained("lazy")
+    numbers = until_chained(trained, chain)
+    lazystep.wait_device_ops()
+    gate = Gate(monkeypatch)
+    runs, returns = chain.num_run, chain.num_returns
+    for _ in range(6):
+        trained.step(next(numbers))
+    gate.open_soon()
+    lazystep.wait_device_ops()
+    assert gate.num_runs == 1
+    assert chain.num_run == runs + 5
+    assert chain.num_returns == returns + 1, "a thread that waits for all steps ended the chain before"
+
+
+def test_a_read_of_an_earlier_step_ends_the_chain_behind_that_step(
+    chain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained("lazy")
+    numbers = until_chained(trained, chain)
+    lazystep.wait_device_ops()
+    gate = Gate(monkeypatch)
+    runs, returns = chain.num_run, chain.num_returns
+    losses = [trained.step(next(numbers)) for _ in range(6)]
+    gate.open_soon()
+    read = losses[2].item()
+    lazystep.wait_device_ops()
+    assert losses[2].item() == read
+    assert gate.num_runs == 1
+    assert chain.num_run == runs + 5
+    assert chain.num_returns <= returns + 2
+
+
+def test_a_thread_that_waits_for_ends_wakes_when_enough_runs_have_ended() -> None:
+    chain = make_chain()
+    waiting = [threading.Thread(target=chain.wait_for_ends, args=(wanted, 60.0)) for wanted in (2, 4)]
+    for thread in waiting:
+        thread.start()
+    chain.note_end()
+    assert chain.num_wakes == 0
+    chain.note_end()
+    waiting[0].join()
+    chain.note_end()
+    assert chain.num_wakes == 1
+    chain.note_end()
+    waiting[1].join()
+    assert chain.num_wakes == 2
+    chain.wait_for_ends(4, 60.0)  # they have ended already
+
+
+def test_a_full_queue_wakes_the_training_thread_once_for_half_of_the_places(
+    chain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "_LOOK_AROUND", 60.0)
+    trained = Trained("lazy")
+    numbers = until_chained(trained, chain)
+    wakes = chain.num_wakes
+    for _ in range(64):
+        trained.step(next(numbers))
+    assert chain.num_wakes - wakes <= 64 // (config.settings.max_in_flight // 2) + 1
+
+
+@contextlib.contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_is_measured_without_python(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs become slow beside a busy thread: there, of all places, the lock must not be taken."""
+    monkeypatch.setattr(executor_module, "_POOL_PATIENCE", 60.0)
+    chain = runtime.executor._chain
+    with config.override(tune_threads=True), num_threads(2):
+        trained = Trained("lazy")
+        numbers = until_chained(trained, chain)
+        licence = next(
+            one.licence for one in reversed(runtime.remembered_programs()) if one.licence is not None
+        )
+        while runtime.executor.num_in_flight:
+            pass  # no thread waits in Python, which would end the chain
+        threads = licence.library.threads
+        for _ in range(1100):  # so many that the choice is made, whatever it was about
+            threads.took(1e-9)
+        for _ in range(4):
+            threads.took(1.0)
+        tried, runs, returns = set(), chain.num_run, chain.num_returns
+        for _ in range(6):
+            tried.add(threads.next())
+            trained.step(next(numbers))
+            while runtime.executor.num_in_flight:
+                pass
+        assert tried == {1, 2}
+        assert chain.num_run == runs + 6
+        assert chain.num_returns == returns
 
 
 def test_a_read_gets_its_value_and_the_chain_goes_on_later(chain: Any) -> None:
