@@ -66,7 +66,7 @@ def keep_identity_in_module_conversions() -> None:
 
     # torch does not swap a tensor that has weak references. Between other devices it sets `data`, and they
     # stay: they are of the Python object, which a swap keeps as well. A recurrent layer has some of its
-    # weights, and a captured step holds them. This is torch's function with its other checks, which sees none.
+    # weights, and a captured step holds them. This is torch's function with its other checks, blind to them.
     swap: Any = torch.utils.swap_tensors
     sees_none = types.SimpleNamespace(getweakrefs=lambda tensor: [])
     swap_despite_references = types.FunctionType(swap.__code__, {**swap.__globals__, "weakref": sees_none})
