@@ -17,7 +17,7 @@ Not built on `torch.distributed.checkpoint`: its `async_save` copies the state o
 it returns, which waits for the running steps; its metadata is a pickle; it has neither digests nor a
 directory that appears whole.
 
-Reading order: files, owner, tree, tensor_file, ranks, directory, saver, loader.
+Reading order: files, owner, tree, tensor_file, ranks, directory, saver, restore, loader.
 """
 
 from ..errors import CheckpointError

@@ -11,11 +11,18 @@
 [Note: order] The files are synced before the manifest is written, everything before the rename, and the
 rename before an older checkpoint is removed. A process that dies between any two calls leaves the older ones
 as they were.
+
+[Note: keep] A commit leaves the newest `keep` by step, whoever has written them. Checkpoints of later steps
+that were there when the saver was made do not count and stay: an earlier run has written them, and this one
+went on from an older step. Checkpoints of later steps that have come since count: they are this saver's,
+whose steps have gone back, or those of another saver in the same directory, which is ahead. If there are
+`keep` of them, the commit is refused, because the new one would be removed at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -39,6 +46,12 @@ TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
 _CHUNK = 1 << 24
+# What reading a file of a checkpoint fails with if the file is not there, is none, or lies on a bad sector.
+_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was written."""
 
 
 class Checkpoint(NamedTuple):
@@ -84,7 +97,10 @@ class Checkpoint(NamedTuple):
                 data = bytearray(os.fstat(file.fileno()).st_size)
                 size = file.readinto(data)
         except OSError as error:
-            raise self._damaged(name, str(error)) from error
+            if error.errno in _OF_DAMAGE:
+                raise self._damaged(name, str(error)) from error
+            # The file may be whole: no rights, too many open files. An older one must not take its place.
+            raise CheckpointError(f"{self.path / name} can't be read: {error}.") from error
         return data[:size] if size < len(data) else data
 
     def _manifest(self) -> dict[str, Any]:
@@ -101,21 +117,27 @@ class Checkpoint(NamedTuple):
             raise self._damaged(MANIFEST, str(error)) from error
         return dict(manifest)
 
-    def _damaged(self, name: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path / name} is damaged: {why}. The checkpoint is not loaded.")
+    def _damaged(self, name: str, why: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self.path / name} is damaged: {why}. The checkpoint is not loaded.")
 
 
 def latest(path: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest whole checkpoint in a directory, or None. Reads its files; does not synchronize.
 
-    Warns of a newer one that is damaged, at the next barrier.
+    Warns of a newer one that is damaged, at the next barrier. Raises `CheckpointError` for one that can't be
+    read now, and may be whole: for example without the right to read it.
 
         found = lazystep.checkpoint.latest("checkpoints")
     """
-    for found in reversed(committed(Path(path))):
+    rest = committed(Path(path))
+    while rest:
+        found = rest.pop()
         try:
             found.verify()
-        except CheckpointError as error:
+        except DamagedCheckpointError as error:
+            if not found.path.exists():  # another process has removed it, after it had committed a newer one
+                rest = committed(Path(path))
+                continue
             notice(f"damaged checkpoint {found.path}", f"{error} An older one is used.")
             continue
         return found
@@ -138,6 +160,8 @@ class Directory:
         try:
             self._make_root()
             self._remove_left_behind()
+            # Those of later steps than this training writes are of an earlier run: see [Note: keep].
+            self._known = {found.step for found in committed(root)}
         except OSError as error:
             raise CheckpointError(f"checkpoints can't be written to {root}: {error}") from error
 
@@ -303,23 +327,33 @@ class Directory:
             try:
                 known = target._manifest()["files"]
                 target.verify()
-            except CheckpointError:
-                self._set_aside(target.path)  # a damaged one gives way
+            except DamagedCheckpointError:
+                self._set_aside(target.path)  # gives way
             else:
                 if known == entries:
-                    return  # another process has committed the same
+                    return  # another saver has committed the same
                 raise CheckpointError(
                     f"{target.path} is already there and is another state: a committed checkpoint is not "
                     "overwritten. "
                     "Choose another directory, or remove this one."
                 )
+        later = [found.step for found in self._counted(target.step) if found.step > target.step]
+        if len(later) >= self.keep:
+            raise CheckpointError(
+                f"{target.path} was not written: later steps have been written there since, {later}, and "
+                f"the newest {self.keep} are kept (keep). Give each training a directory of its own, and "
+                "steps that only grow."
+            )
         self._files.rename(temporary, target.path)
         self._files.sync_directory(self.root)
 
+    def _counted(self, step: int) -> list[Checkpoint]:
+        """What there is at a commit of this step, without the later ones of an earlier run: [Note: keep]."""
+        self._known = {known for known in self._known if known > step}
+        return [found for found in committed(self.root) if found.step not in self._known]
+
     def _remove_old(self, newest: Checkpoint) -> None:
-        """Remove all but the newest `keep`, counted up to the one that has just been committed."""
-        older = [found for found in committed(self.root) if found.step <= newest.step]
-        for found in older[: -self.keep]:
+        for found in self._counted(newest.step)[: -self.keep]:
             self._set_aside(found.path)
 
     def _set_aside(self, path: Path) -> None:

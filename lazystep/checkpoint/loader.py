@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
 from .directory import Checkpoint, latest
 from .ranks import names_of, put_parts_together
+from .restore import check_random, restore, restore_random
 from .tensor_file import read
 from .tree import put_together
 
@@ -37,9 +36,12 @@ def load(
 ) -> Loaded:
     """Restore every object of `state`, and the random generators unless `generators=False`.
 
-    Reads and verifies all files before it changes anything. Raises `CheckpointError` for a file that is
-    damaged, and for names that are in `state` or in the checkpoint only. Tensors go to the device of their
-    object; that records copies and does not synchronize.
+    Reads and verifies all files, and compares them with `state`, before it changes anything. Raises
+    `CheckpointError` for a file that is damaged, for names that are in `state` or in the checkpoint only, and
+    for an object that does not fit: other keys, shapes or parameter groups. Then no object is changed.
+    Objects with a `load_state_dict` of their own are restored first, and get back a copy of what they had if
+    one of them raises. Tensors go to the device of their object, and take its data type, as in torch's
+    `load_state_dict`; that records copies and does not synchronize.
 
     A checkpoint of several ranks is loaded by each rank for itself, also by another number of ranks: state
     that was sharded is put together and, if the object is sharded, cut anew. `process_group`: whose rank says
@@ -65,33 +67,16 @@ def load(
         raise CheckpointError(
             f"{checkpoint.path} has {sorted(saved)}, but the state to restore has {sorted(state)}"
         )
-    for name, thing in state.items():
-        _restore(thing, saved[name])
     rank = dist.get_rank(process_group) if process_group is not None else 0
-    if generators and rank < len(parts):
-        _restore_random(parts[rank]["random"])
+    has_generators = generators and rank < len(parts)
+    if has_generators:
+        check_random(checkpoint.path, parts[rank]["random"])
+    restore(checkpoint.path, state, saved, whole.get("shapes", {}))
+    if has_generators:
+        restore_random(parts[rank]["random"])
     return Loaded(checkpoint.step, parts[rank if rank < len(parts) else 0]["extra"])
 
 
 def _read(checkpoint: Checkpoint, rank: int) -> Any:
     tensors, state = names_of(rank)
     return put_together(json.loads(checkpoint.read(state)), read(checkpoint.read(tensors)))
-
-
-def _restore(thing: Any, saved: Any) -> None:
-    if isinstance(thing, torch.Generator):
-        thing.set_state(saved)
-    elif isinstance(thing, torch.Tensor):
-        with torch.no_grad():
-            thing.copy_(saved)
-    else:
-        thing.load_state_dict(saved)
-
-
-def _restore_random(saved: dict[str, Any]) -> None:
-    torch.set_rng_state(saved["torch"])
-    random.setstate(saved["python"])
-    if "numpy" in saved:
-        import numpy
-
-        numpy.random.set_state(saved["numpy"])

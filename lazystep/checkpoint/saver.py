@@ -34,6 +34,7 @@ from ..runtime import runtime
 from .directory import Directory
 from .files import Files
 from .ranks import Ranks, ranks_of
+from .restore import shapes_of
 from .tensor_file import TensorKind, bytes_of, check
 from .tree import take_apart
 
@@ -166,7 +167,12 @@ class Saver:
         step = int(step)
         runtime.flush()
         tensors = _Tensors()
-        form = take_apart({**self._states(), "random": _random_state(), "extra": extra}, tensors.store)
+        try:
+            form = take_apart({**self._states(), "random": _random_state(), "extra": extra}, tensors.store)
+        except RecursionError as error:
+            raise CheckpointError(
+                "the state is nested too deeply for a checkpoint, or contains itself"
+            ) from error
         tensors.seal()
         number, self._num_saves = self._num_saves, self._num_saves + 1
 
@@ -178,8 +184,11 @@ class Saver:
 
     def _states(self) -> dict[str, Any]:
         """What this rank saves. Of several ranks each has its part of sharded state, and rank 0 the rest."""
+        optimizers = {n: x for n, x in self._state.items() if isinstance(x, torch.optim.Optimizer)}
+        shapes = {name: shapes_of(optimizer) for name, optimizer in optimizers.items()}
         if self._ranks is None:
-            return {"state": {name: _state_of(thing) for name, thing in self._state.items()}}
+            state = {name: _state_of(thing) for name, thing in self._state.items()}
+            return {"state": state, "shapes": shapes}
         shards: dict[str, Any] = {
             n: getattr(thing, "_lazystep_shards", None) for n, thing in self._state.items()
         }
@@ -188,7 +197,11 @@ class Saver:
             for name, thing in self._state.items()
             if shards[name] is not None or self._ranks.rank == 0
         }
-        return {"state": state, "sharded": [name for name in shards if shards[name] is not None]}
+        return {
+            "state": state,
+            "shapes": shapes,
+            "sharded": [name for name in shards if shards[name] is not None],
+        }
 
     def _write(self, step: int, number: int, tensors: _Tensors, form: Any) -> None:
         try:
@@ -208,8 +221,7 @@ class Saver:
             metrics.count("checkpoints_written")
 
     def flush(self, timeout: float | None = None) -> None:
-        """Block until every queued checkpoint is committed. Raises `CheckpointError` if the last one is "
-        "not."""
+        """Block until every queued checkpoint is committed. Raises `CheckpointError` if the last is not."""
         self._handler.flush(timeout)
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -233,7 +245,13 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as unwritten:
+            if error is None:
+                raise
+            # What has ended the block is what its caller looks for.
+            error.add_note(f"and: {unwritten}")
 
 
 def save_every(
@@ -247,6 +265,10 @@ def save_every(
     files: Files | None = None,
 ) -> Saver:
     """Save `state` in every N-th step to a directory, off the training thread, and keep the newest `keep`.
+
+    The newest are those of the highest steps, whichever saver has written them. Those of later steps that an
+    earlier run has left stay until the training has passed them. A step behind `keep` later ones that came
+    since is refused: see [Note: keep] in directory.py.
 
     `state`: names to models, optimizers, schedules, scalers (anything with `state_dict` and
     `load_state_dict`), tensors and generators. The random generators of torch, Python and NumPy are saved
@@ -264,6 +286,7 @@ def save_every(
     """
     if every < 1 or keep < 1:
         raise ValueError(f"every = {every}, keep = {keep}: expected at least 1")
-    directory = Directory(Path(path), keep, files or Files())
+    # Absolute: the program may change its directory while the worker writes.
+    directory = Directory(Path(path).absolute(), keep, files or Files())
     ranks = ranks_of(process_group) if process_group is not None else None
     return Saver(directory, state, every, max_pending, ranks)

@@ -52,10 +52,14 @@ class TensorKind(NamedTuple):
 
 def check(place: str, tensor: torch.Tensor) -> TensorKind:
     """The kind of a tensor. Raises `CheckpointError` if the format can't hold it. Reads no values."""
-    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+    if torch.nn.parameter.is_lazy(tensor):
         raise CheckpointError(
-            f"{place.removeprefix('.')} is a tensor of {tensor.dtype}, {tensor.layout}, which the file "
-            "format can't "
+            f"{place.removeprefix('.')} is a parameter that has no shape yet: call the module once."
+        )
+    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES or tensor.is_nested or tensor.is_meta:
+        what = "nested" if tensor.is_nested else "on the meta device" if tensor.is_meta else tensor.layout
+        raise CheckpointError(
+            f"{place.removeprefix('.')} is a tensor of {tensor.dtype}, {what}, which the file format can't "
             "hold. Keep it out of the state, or keep it as another tensor (to_dense, view_as_real)."
         )
     return TensorKind(tensor.dtype, tuple(tensor.shape))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,17 @@ def keep_identity_in_module_conversions() -> None:
     module: Any = torch.nn.modules.module
     is_wrapper = module.is_traceable_wrapper_subclass
     module.is_traceable_wrapper_subclass = lambda tensor: is_lazy(tensor) or is_wrapper(tensor)
+
+    # torch does not swap a tensor that has weak references. Between other devices it sets `data`, and they
+    # stay: they are of the Python object, which a swap keeps as well. A recurrent layer has some of its
+    # weights, and a captured step holds them. This is torch's function with its other checks, blind to them.
+    swap: Any = torch.utils.swap_tensors
+    sees_none = types.SimpleNamespace(getweakrefs=lambda tensor: [])
+    swap_despite_references = types.FunctionType(swap.__code__, {**swap.__globals__, "weakref": sees_none})
+
+    @wrapping(torch.utils, "swap_tensors")
+    def swap_tensors(original: Any, t1: torch.Tensor, t2: torch.Tensor) -> None:
+        (swap_despite_references if is_lazy(t1) or is_lazy(t2) else original)(t1, t2)
 
     @wrapping(torch.nn.Module, "_apply")
     def _apply(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
@@ -226,16 +238,17 @@ def prefer_lists_of_tensors() -> None:
 def keep_step_counts_on_the_host() -> None:
     """A state dict that was loaded with `map_location="lazy"` has step counts on the lazy device.
 
-    Optimizers read the counts in each step, which would wait for a value. So they go back to the CPU.
+    Optimizers read the counts in each step, which would wait for a value. So they go back to the CPU. NAdam
+    reads the product of its momenta as well, which torch sends to the device of the parameter.
     """
 
     def wrap(original: Any, param: Any, value: Any, param_id: int, param_groups: Any, key: Any = None) -> Any:
         made = original(param, value, param_id, param_groups, key)
-        if key != "step" or not is_lazy(made):
+        if key not in ("step", "mu_product") or not is_lazy(made):
             return made
         group: Any = next((group for group in param_groups if param_id in group["params"]), {})
         is_on_device = group.get("capturable") or group.get("fused")
-        return made if is_on_device else made.cpu()
+        return made if is_on_device else value.to("cpu", made.dtype, copy=True)
 
     name = "_process_value_according_to_param_policy"
     wrapping(torch.optim.Optimizer, name)(wrap)

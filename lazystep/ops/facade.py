@@ -131,7 +131,8 @@ def _on_facades(func: Any) -> Callable[..., Any]:
     """A kernel for the composite `func` that takes the branch of CPU tensors."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):
+        # Without the cache, eager casts a weight in each time step and adds gradients in its own type.
+        if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
             args = _with_kept_casts(func, args)
         args, kwargs = tree_map(lambda arg: _enter(arg) if is_lazy(arg) else arg, (args, kwargs))
         out = run_composite(func, args, kwargs)
@@ -142,7 +143,7 @@ def _on_facades(func: Any) -> Callable[..., Any]:
 
 def _enter_kept(cast: torch.Tensor) -> Any:
     """The one facade of a kept cast: all uses of a weight add their gradients in eager's order."""
-    if not (torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
+    if not torch.is_grad_enabled():
         return cast
     if not hasattr(cast, "_lazystep_facade"):
         cast._lazystep_facade = _enter(cast)  # type: ignore[attr-defined]

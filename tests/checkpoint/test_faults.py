@@ -398,6 +398,97 @@ def test_newer_ones_of_an_earlier_run_are_not_taken_for_old_ones(tmp_path: Path)
     assert [found.step for found in committed(tmp_path)] == [2, 3, 8, 9]
 
 
+def save_steps(save: checkpoint.Saver, *steps: int) -> None:
+    for step in steps:
+        save(step)
+        save.flush()
+
+
+def test_two_savers_of_different_states_keep_no_more_than_one(tmp_path: Path) -> None:
+    """The rule is [Note: keep] of directory.py: by step, whoever has written them."""
+    ahead, behind = (
+        checkpoint.save_every(tmp_path, {"w": torch.full((2,), value)}, every=1, keep=2)
+        for value in (1.0, 2.0)
+    )
+    save_steps(ahead, 8, 9)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000005 was not written.*since, \[8, 9\]"):
+        save_steps(behind, 5)
+    with pytest.raises(checkpoint.CheckpointError, match="already there and is another state"):
+        save_steps(behind, 9)
+    assert [found.step for found in committed(tmp_path)] == [8, 9]
+    save_steps(ahead, 20)
+    save_steps(behind, 15)  # in between: one of the newest two
+    assert [found.step for found in committed(tmp_path)] == [15, 20]
+    save_steps(behind, 30)
+    with pytest.raises(checkpoint.CheckpointError, match=r"since, \[20, 30\]"):
+        save_steps(ahead, 10)
+    assert [found.step for found in committed(tmp_path)] == [20, 30]
+    for save in (ahead, behind):
+        save.close()
+    with pytest.warns(lazystep.LazyStepWarning, match="Training goes on"):
+        lazystep.mark_step()
+    FOUND["two savers with different states in one directory"] = (
+        1,
+        "the newest `keep` by step; what would not be kept, or is there already, is refused",
+    )
+
+
+def test_steps_that_go_back_are_refused_when_they_would_not_be_kept(tmp_path: Path) -> None:
+    """A step counted within an epoch: `latest` would go on finding the last step of the first epoch."""
+    weight = torch.zeros(2)
+    with checkpoint.save_every(tmp_path, {"w": weight}, every=1, keep=2) as save:
+        save_steps(save, 0, 5, 10)
+        weight.add_(1)
+        with pytest.raises(checkpoint.CheckpointError, match=r"since, \[5, 10\].*steps that only grow"):
+            save_steps(save, 0)
+    assert [found.step for found in committed(tmp_path)] == [5, 10]
+    with pytest.warns(lazystep.LazyStepWarning, match="Training goes on"):
+        lazystep.mark_step()
+
+
+def test_one_removed_while_it_is_looked_for_is_not_taken_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process commits a newer one and removes the old one, between the list and the first read."""
+    write(tmp_path, 1, Files())
+    verify = checkpoint.Checkpoint.verify
+
+    def overtaken(found: checkpoint.Checkpoint) -> None:
+        if found.step == 1:
+            write(tmp_path, 2, Files(), keep=1)
+        verify(found)
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "verify", overtaken)
+    assert newest(tmp_path) == 2
+    lazystep.mark_step()  # no warning, which would be an error here
+    FOUND["the newest is removed while `latest` reads it"] = 1, "the newer one that has come is found"
+
+
+def test_one_that_can_not_be_read_now_is_not_taken_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rights, too many open files: an older one must not take its place, nor may it be overwritten."""
+    write(tmp_path, 1, Files(), keep=5)
+    write(tmp_path, 2, Files(), keep=5)
+    numbers = (errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE)
+    for number in numbers:
+
+        def fail(*args: Any, number: int = number) -> Any:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("lazystep.checkpoint.directory.open", fail, raising=False)
+            with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002/.* can't be read"):
+                checkpoint.latest(tmp_path)
+            with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002/.* can't be read"):
+                write(tmp_path, 2, Files(), keep=5)
+        assert newest(tmp_path) == 2
+    FOUND["the newest can't be read (rights, open files, memory)"] = (
+        len(numbers),
+        "an error, and no older one in its place; it is not overwritten",
+    )
+
+
 def test_two_processes_write_to_one_place(tmp_path: Path) -> None:
     """Both write the same steps; one is killed in the middle of its second."""
     ready = tmp_path / "go"
@@ -605,7 +696,7 @@ def table() -> str:
 
 def test_docs_have_the_table_of_faults() -> None:
     """The last test: the rows come from those before it. Skipped if only some of them have run."""
-    if len(FOUND) < 15:
+    if len(FOUND) < 18:
         pytest.skip("not all tests of this file have run")
     text = PAGE.read_text()
     before, start, rest = text.partition("<!-- faults -->\n")

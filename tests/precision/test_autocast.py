@@ -237,14 +237,15 @@ def attention(d: str) -> Any:
     return out, weights, direct, x.grad, gradients(layer)
 
 
-def recurrent(kind: Any, dtype: torch.dtype = BF16, **options: Any) -> Case:
+def recurrent(kind: Any, dtype: torch.dtype = BF16, is_cached: bool = True, **options: Any) -> Case:
     def run(d: str) -> Any:
         torch.manual_seed(0)
         layer = kind(5, 6, 2, **options).to(d)
         x = data(d, 4, 3, 5).requires_grad_()
-        with torch.autocast(d, dtype):
+        with torch.autocast(d, dtype, cache_enabled=is_cached):
             out = layer(x * 1)[0]
-            out = out + layer(x * 2)[0]  # the casts of the weights are shared
+            # With the cache, both uses share the casts of the weights.
+            out = out + layer(x * 2)[0] if is_cached else out * 1
         with torch.no_grad(), torch.autocast(d, dtype):
             evaluated = layer(x)[0]
         with torch.inference_mode(), torch.autocast(d, dtype):
@@ -261,6 +262,10 @@ CASES |= {
     "lstm_with_projection": recurrent(nn.LSTM, proj_size=3),
     "gru": recurrent(nn.GRU),
     "rnn": recurrent(nn.RNN),
+    # As Lightning enters it: each time step casts the weights.
+    "lstm_without_the_cache": recurrent(nn.LSTM, is_cached=False),
+    "gru_without_the_cache": recurrent(nn.GRU, is_cached=False),
+    "rnn_without_the_cache": recurrent(nn.RNN, F16, is_cached=False, nonlinearity="relu"),
     "lstm_with_projection_in_float16": recurrent(nn.LSTM, F16, proj_size=3),
     "gru_in_float16": recurrent(nn.GRU, F16, bidirectional=True),
     "rnn_in_float16": recurrent(nn.RNN, F16, nonlinearity="relu"),

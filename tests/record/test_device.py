@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazystep
 from lazystep import metrics
-from tests.helpers import descend, run_python
+from tests.helpers import count, descend, run_python
 
 FACTORIES: dict[str, Callable[[str], torch.Tensor]] = {
     "tensor": lambda d: torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=d),
@@ -185,6 +186,80 @@ def test_tied_parameters_stay_tied_and_optimizers_keep_theirs(made: str) -> None
     assert train(model, optimizer, "cpu") == train(
         reference, torch.optim.SGD(reference.parameters(), lr=0.5), "cpu"
     )
+
+
+def test_modules_whose_parameters_have_weak_references_move() -> None:
+    """As between other devices, where torch sets `data`: the references are of the Python object."""
+    module = torch.nn.Linear(2, 3)
+    refs = [weakref.ref(parameter) for parameter in module.parameters()]
+    expected = [parameter.tolist() for parameter in module.parameters()]
+    module.to("lazy")
+    assert [ref() is parameter for ref, parameter in zip(refs, module.parameters(), strict=True)] == [
+        True
+    ] * 2
+    assert refs[0]().device.type == "lazy"
+    module.double().cpu().float()
+    assert [ref().tolist() for ref in refs] == expected
+    assert refs[0]().device.type == "cpu"
+
+
+def test_module_does_not_move_between_forward_and_backward() -> None:
+    """torch's other checks of a swap hold, with weak references and without."""
+    for holds in (False, True):
+        module = torch.nn.Linear(2, 3).to("lazy")
+        refs = [weakref.ref(module.weight)] if holds else []
+        loss = module(torch.ones(1, 2).to("lazy")).sum()
+        module.cpu()
+        with pytest.raises(RuntimeError, match="poisoned by swap_tensors"):
+            loss.backward()
+        assert all(ref() is module.weight for ref in refs)
+
+
+def test_captured_recurrent_layer_moves_back() -> None:
+    """Its list of weak references to its weights is one of the places of the capture."""
+    module = torch.nn.GRU(2, 3).to("lazy")
+    opt = torch.optim.SGD(module.parameters(), 0.1)
+
+    @lazystep.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = module(x)[0].square().mean()
+        descend(loss, opt)
+        return loss
+
+    for _ in range(5):
+        step(torch.ones(2, 2))
+    assert step.num_replayed > 0
+    before = module.weight_ih_l0.tolist()
+    module.cpu()
+    assert module.weight_ih_l0.device.type == "cpu"
+    assert module.weight_ih_l0.tolist() == before
+    module(torch.ones(2, 2))
+    module.to("lazy")
+    losses = [step(torch.ones(2, 2)).item() for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.Adam, torch.optim.RAdam])
+def test_optimizers_that_were_loaded_read_no_value(make: Any) -> None:
+    """NAdam keeps a product beside its step count, which torch loads onto the device of the parameter."""
+    runs = []
+    for device in ("cpu", "lazy"):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(3).to(device))
+        opt = make([parameter], lr=0.1)
+        for _ in range(3):
+            descend(parameter.square().sum(), opt)
+        resumed = make([parameter], lr=0.1)
+        state = opt.state_dict()
+        moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t, to=device: t.to(to), state)
+        resumed.load_state_dict(copy.deepcopy(moved))
+        before = count("synchronizations")
+        for _ in range(3):
+            descend(parameter.square().sum(), resumed)
+            lazystep.mark_step()
+        assert count("synchronizations") == before
+        runs.append(parameter.tolist())
+    assert runs[0] == runs[1]
 
 
 def test_module_conversions_between_types_on_the_device() -> None:
