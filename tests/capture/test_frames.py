@@ -1,4 +1,4 @@
-"""Frames of generators, coroutines, exceptions: their variables are refused; which frame it is, is compared."""
+"""Frames of generators, coroutines, exceptions: variables are refused; which frame it is, is compared."""
 
 from __future__ import annotations
 
