@@ -116,6 +116,7 @@ _GETITEM = {dict.get, dict.setdefault, dict.__getitem__}
 _C_FUNCTION: type = ctypes._CFuncPtr  # type: ignore[attr-defined]
 POINTERS = (ctypes._Pointer, _C_FUNCTION, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p)
 """What stands for memory that nobody compares."""
+DATES = (datetime.date, datetime.time)
 DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 USES_OF_DESCRIPTORS = ("__get__", "__set__", "__delete__")
 _OF_FILES = ("read", "readline", "readlines", "readinto", "read1", "peek", "getvalue", "getbuffer", "tell")
@@ -153,7 +154,7 @@ def _impure() -> set[Any]:
     found |= {pickle.dumps, pickle.loads, pickle.load, torch.seed, torch.initial_seed}
     for module in (time, select, socket):
         found |= {f for name, f in vars(module).items() if isinstance(f, types.BuiltinFunctionType)}
-    found -= {time.sleep, time.strptime, time.mktime}
+    found -= {time.sleep, time.strptime}
     found |= {f for name, f in vars(os).items() if _asks_the_system(name, f)}
     for kind in (io.TextIOWrapper, io.BufferedReader, io.FileIO, io.StringIO, io.BytesIO):
         found |= {vars(kind)[name] for name in _OF_FILES if name in vars(kind)}
@@ -339,10 +340,22 @@ def is_formatting(function: Any) -> bool:
 
 def is_decimal(function: Any) -> bool:
     """Whether a function computes with decimal numbers."""
+    return function is decimal.Decimal or _is_method_of(function, (decimal.Decimal, decimal.Context))
+
+
+def is_of_dates(function: Any) -> bool:
+    """Whether a function makes or uses a date, of which the time zone of the process may be a part."""
+    return (isinstance(function, type) and issubclass(function, DATES)) or _is_method_of(function, DATES)
+
+
+def _is_method_of(function: Any, kinds: tuple[type, ...]) -> bool:
     owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
-    kinds = (decimal.Decimal, decimal.Context)
-    is_kind = isinstance(owner, type) and issubclass(owner, kinds)
-    return function is decimal.Decimal or is_kind or isinstance(owner, kinds)
+    return isinstance(owner, kinds) or (isinstance(owner, type) and issubclass(owner, kinds))
+
+
+def time_zone() -> tuple[Any, ...]:
+    """The time zone of the process. Two zones may have the same name and offset now, and not before."""
+    return os.environ.get("TZ"), time.tzname, time.timezone, time.altzone, time.daylight
 
 
 def is_numpys(function: Any) -> bool:
@@ -376,7 +389,9 @@ def classify(function: Any) -> CallClass:
         return CallClass.FOLLOW
     if is_impure(function) or function is next or reads_generator(function) or asks_for_offset(function):
         return CallClass.TOLD
-    if isinstance(function, _TOLD_TYPES) or _is_in(unbound(function), _TOLD) or is_decimal(function):
+    if isinstance(function, _TOLD_TYPES) or _is_in(unbound(function), _TOLD):
+        return CallClass.TOLD
+    if is_decimal(function) or is_of_dates(function):
         return CallClass.TOLD
     for functions, found in _CLASSES:
         if _is_in(function, functions):

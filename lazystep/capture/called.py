@@ -56,6 +56,10 @@ class CallsOfC:
         if c_calls.is_decimal(function):
             self._objects.note_decimals(getattr(function, "__self__", None))
             pinned(list(args))
+        elif c_calls.is_of_dates(function) and not c_calls.is_impure(function):
+            self._objects.note_time_zone()
+            pinned(list(args))
+            return _KEEPS_RESULTS
         elif isinstance(function, functools.partial):
             if not self._objects.enter_partial(function, is_outside):
                 return _IN_SIGHT

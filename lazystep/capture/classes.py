@@ -41,11 +41,12 @@ class Classes:
     def meet(self, value: Any, place: Place | None) -> None:
         """An object is met: whatever is done with it, its class decides what that does."""
         if isinstance(value, type):
-            is_known = value in self._known or self._owners.is_foreign(value.__module__)
-            if not is_known and (place is not None or not self._outside.is_made(value)):
+            if self._owners.is_foreign(value.__module__):
+                self.note(value)
+            if value not in self._known and (place is not None or not self._outside.is_made(value)):
                 self.note_class_of(value)
                 self.note(value)
-        elif is_of_python(type(value)) and not self._owners.is_foreign(type(value).__module__):
+        elif is_of_python(type(value)):
             if place is None or place.kind is Kind.WEAK or isinstance(value, (*CONTAINERS, torch.Tensor)):
                 self.note(type(value))  # a place of its own would keep it alive
             else:
@@ -61,17 +62,19 @@ class Classes:
     def note(self, kind: type) -> None:
         """Compare how objects of a class of the user's behave.
 
-        So its bases, its names and its methods are compared. Other values that a class has may change.
+        So its bases, its names and its methods are compared. Other values that a class has may change. Of
+        a class of another package, its bases are.
         """
         if kind in self._known:
             return
         self._known.add(kind)
+        if is_of_python(kind):
+            # By identity: other bases make another tuple.
+            self._testimony.note_shallow(
+                self._places.at(kind, "__mro__", Kind.ATTRIBUTE, f"the bases of {kind.__name__}")
+            )
         if self._owners.is_foreign(kind.__module__):
             return
-        # By identity: other bases make another tuple.
-        self._testimony.note_shallow(
-            self._places.at(kind, "__mro__", Kind.ATTRIBUTE, f"the bases of {kind.__name__}")
-        )
         for base in kind.__mro__:
             if not self._owners.is_foreign(base.__module__):
                 self._outside.keep(base)  # C code gives it to its class methods

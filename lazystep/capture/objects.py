@@ -31,6 +31,7 @@ from .place_finder import (
     is_of_module,
     is_of_python,
     look_up,
+    names_in_c,
     names_of,
 )
 from .places import MISSING, Kind, Place
@@ -190,6 +191,8 @@ class Objects:
             self.refuse_scripted()
         if isinstance(owner, c_calls.POINTERS):
             self._refuse_pointer()
+        if isinstance(owner, types.FrameType):
+            self.read_frame(name)
         if is_of_module(owner, name):
             return self._read_module(owner, name)
         found = self._finder.attribute(owner, name)
@@ -203,9 +206,9 @@ class Objects:
         if found.kind is Kind.ATTRIBUTE and not isinstance(owner, torch.Tensor) and not is_simple(value):
             if isinstance(owner, BUFFERS):  # another view of the same memory
                 self.whole(owner)
-            if isinstance(owner, types.FunctionType):
+            if isinstance(owner, types.FunctionType) or found.get() is value:
                 self._testimony.note(found)
-            return OUTSIDE  # an object in C makes it anew each time
+            return OUTSIDE  # else an object in C makes it anew each time
         self._testimony.note(found)
         if found.kind is Kind.ITEM and not isinstance(owner, type):
             self._meet_descriptor(owner, name)  # which may begin to come first
@@ -236,6 +239,14 @@ class Objects:
                 self._testimony.note(self._places.at(names, name, Kind.ITEM))
         if found is None or found.kind is Kind.CLASS:
             self._classes.note_hiding(owner if isinstance(owner, type) else type(owner), name, found)
+
+    def read_frame(self, name: str) -> None:
+        """An attribute of a frame is read: of a generator that is kept, of a traceback."""
+        if name in ("f_locals", "f_back"):
+            self._testimony.refuse(
+                f"it reads {name} of a frame at {user_line(2)}, and a frame's variables are not compared; "
+                "read them outside and pass what you need as an argument"
+            )
 
     def read_whole_attribute(self, owner: Any, name: str) -> None:
         """C code reads an attribute and looks at its value."""
@@ -281,8 +292,11 @@ class Objects:
             self.meet(value, None)
         if isinstance(value, c_calls.POINTERS):
             self._refuse_pointer()
-        if isinstance(value, BaseException):  # its text is made of its arguments
-            self.read_whole_attribute(value, "args")
+        if isinstance(value, BaseException):  # its text is made of its arguments, and of what its class keeps
+            for name in ("args", *names_in_c(type(value))):
+                self.read_whole_attribute(value, name)
+        if isinstance(value, c_calls.DATES):
+            self.note_time_zone()
         if isinstance(value, (decimal.Decimal, decimal.Context)):
             self.note_decimals(value)
             return
@@ -374,7 +388,7 @@ class Objects:
 
     def moved(self, value: Any) -> None:
         """C code looks at an object or passes it on: what is in it matters if it is a container or array."""
-        if isinstance(value, _MOVED):
+        if isinstance(value, (*_MOVED, *c_calls.DATES, BaseException)):
             self.whole(value)
 
     def passed(self, value: Any) -> None:
@@ -445,6 +459,10 @@ class Objects:
         if not any(getattr(function, "context", _NONE) is context for function, _ in told):
             settings = c_calls.DecimalSettings(context)
             told[settings, ()] = settings()
+
+    def note_time_zone(self) -> None:
+        """What a date without a time zone becomes depends on that of the process."""
+        self._testimony.told.setdefault((c_calls.time_zone, ()), c_calls.time_zone())
 
     def note_numpy(self) -> None:
         """What NumPy does with arrays depends on its settings."""

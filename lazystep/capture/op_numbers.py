@@ -12,14 +12,17 @@ multiplying it are followed; any other use requires the same value in every repl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ..record.handle import Handle
 from ..record.tensor import find_handle, is_lazy
+from .code_owners import is_torchs
 from .places import Place
 from .traced import Expression, Trace, TracedInt, expression_of, is_traced, pinned, plain
 
@@ -147,6 +150,21 @@ def find_counts(values: Iterable[tuple[Place, Any]]) -> dict[int, Count]:
     return counts
 
 
+def _unreplaced(func: Any) -> Any:
+    """The function of torch's that asks a mode, where somebody has replaced it by one that calls it.
+
+    torch finds itself by its name: `def relu(...): handle_torch_function(relu, ...)`. Under that name is what
+    has replaced it, and would do its work twice.
+    """
+    asking = sys._getframe(2)
+    frame = asking.f_back
+    if asking.f_code is not handle_torch_function.__code__ or frame is None or type(func) is not FunctionType:
+        return func
+    code = frame.f_code
+    is_itself = code is func.__code__ or is_torchs(func.__code__)
+    return func if is_itself or code.co_freevars else FunctionType(code, frame.f_globals)
+
+
 class OpNumbers(TorchFunctionMode):
     """Looks after the numbers of every torch function while a call is recorded."""
 
@@ -161,7 +179,7 @@ class OpNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function with tags, with plain numbers, or as a followed update of a count."""
         del types
-        kwargs = kwargs or {}
+        func, kwargs = _unreplaced(func), kwargs or {}
         if self._answers and args and id(args[0]) in self._answers:
             answer, symbol, left, right = self._answers[id(args[0])]
             if getattr(func, "__name__", "") not in ("__bool__", "item"):

@@ -165,3 +165,9 @@ def names_of(value: Any) -> list[str]:
     for base in type(value).__mro__:
         names += [n for n, s in base.__dict__.items() if isinstance(s, types.MemberDescriptorType)]
     return names
+
+
+def names_in_c(kind: type) -> list[str]:
+    """The attributes that a class made in C gives its objects: `errno` and `strerror` of an `OSError`."""
+    bases = [base for base in kind.__mro__ if not is_of_python(base)]
+    return [n for base in bases for n, s in vars(base).items() if isinstance(s, types.MemberDescriptorType)]

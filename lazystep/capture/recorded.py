@@ -329,14 +329,20 @@ class RecordedCall:
 
         Delivered: results, arguments of closures, and tensors in places. In a replay they have no graph, so
         nobody can reach the leaves of graphs that backward is done with, such as a gradient penalty's input.
+        Nor are they views: nobody can reach the tensor that the call has made and of which one shows a part.
         """
+        assert self.program is not None
         leaves = list(self.result_leaves)
         for added in self.added:
             leaves += pytree.tree_leaves((added.args, added.kwargs))
         for place in self.testimony.used_places():
             leaves += _leaves_of(self.after[place].value)
         leaves += _leaves_of_used_graphs(leaves)
-        return {h for leaf in leaves if (h := find_handle(leaf)) is not None}
+        owned = {h for leaf in leaves if (h := find_handle(leaf)) is not None}
+        found_there = {handle.memory for handle in self.program.inputs}
+        bases = [leaf._base for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        made = {h for base in bases if base is not None and (h := find_handle(base)) is not None}
+        return owned | {handle for handle in made if handle.memory not in found_there}
 
     def _find_lost_outputs(self) -> None:
         if self.program is None or self.reason:
@@ -357,6 +363,10 @@ class RecordedCall:
                 self._refuse(
                     f"it leaves a gradient in argument {with_gradient[0]}, where a replay can't put a new "
                     "one; differentiate by x.detach().requires_grad_() inside"
+                )
+            elif any(isinstance(r, torch.Tensor) and r._base is not None for r in self.result_leaves):
+                self._refuse(
+                    f"it returns a view of a view, which holds the result of {maker}: return it by .detach()"
                 )
             else:
                 self._refuse(f"the result of {maker} is kept where a replay can't put a new one")

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import _tensor_str
 from torch.nn.utils import parametrize
 
 from ..record.source import user_line
@@ -26,7 +27,7 @@ from . import _witness, c_calls, visible
 from ._places import is_same
 from .called import CallsOfC
 from .classes import Classes
-from .code_owners import CodeOwners, is_called_by_the_user, is_torchs
+from .code_owners import CodeKind, CodeOwners, is_called_by_the_user, is_torchs
 from .objects import Objects
 from .outside import Outside
 from .place_finder import Access, PlaceFinder
@@ -212,6 +213,10 @@ class Witness:
             return FOLLOW | OUTSIDE
         return self._objects.read_attribute(owner, key, sys._getframe(1))
 
+    def read_frame(self, name: str) -> None:
+        """An attribute of a frame is read, which the call itself has got."""
+        self._objects.read_frame(name)
+
     def _read_global(self, names: dict[str, Any], key: str) -> int:
         place = self._places.at(names, key, Kind.ITEM)
         self._testimony.note(place)
@@ -225,8 +230,20 @@ class Witness:
             )
         if key not in names:
             self._read_builtin(names, key, is_foreign)
-            return 0 if is_foreign else OUTSIDE
-        return 0 if is_foreign else FOLLOW | OUTSIDE
+            return OUTSIDE if not is_foreign or self._is_looked_into(vars(builtins).get(key)) else 0
+        if is_foreign:
+            return OUTSIDE if self._is_looked_into(names[key]) else 0
+        return FOLLOW | OUTSIDE
+
+    def _is_looked_into(self, value: Any) -> bool:
+        """Whether reads from a value in a global of another package are compared.
+
+        A module's are: somebody may replace `torch.nn.functional.linear`, which `nn.Linear` finds there. So
+        are those from an object of a class of the user's, which has taken the place of a package's own, and
+        from the settings that decide what the text of a tensor is.
+        """
+        is_looked_into = isinstance(value, (types.ModuleType, type(_tensor_str.PRINT_OPTS)))
+        return is_looked_into or not self._owners.is_foreign(type(value).__module__)
 
     def _read_builtin(self, names: dict[str, Any], key: str, is_shallow: bool = True) -> None:
         """A name is read that the module does not have. `names`: its globals."""
@@ -243,6 +260,10 @@ class Witness:
             known = (p for p in reads if p.kind in (Kind.WEAK, Kind.CONTEXT) and p.get() is value)
             self._objects.meet(value, next(known, None))
             return
+        if isinstance(owner, types.ModuleType) and self._owners.is_foreign(owner.__name__):
+            is_foreign = self._owners.kind_of_frame(sys._getframe(1)) == CodeKind.FOREIGN
+            if is_foreign and not self._is_looked_into(value):
+                return
         place = self._finder.find(kind, owner, key)
         is_there = place is not None and place.get() is value  # and not what a descriptor has made of it
         is_known = not isinstance(value, torch.Tensor) or id(value) in self._finder.tensors

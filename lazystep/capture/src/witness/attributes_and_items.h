@@ -38,6 +38,9 @@ static int read_attribute(Level *level, PyObject **slot, PyObject *name, int kin
     if (is_traced(owner)) {
         return pin(slot);
     }
+    if (PyFrame_Check(owner) && find_outside(owner) == NULL) {
+        return tell_void("read_frame", Py_BuildValue("(O)", name)); /* not held: its variables would live on */
+    }
     if (PyWeakref_CheckProxy(owner)) {
         PyObject *object = behind(owner);
         int done = object == NULL || object == Py_None ? 0 : read_attribute(level, &object, name, kind);

@@ -32,14 +32,8 @@ static int on_operation(Level *level, const Operation *operation)
             return look_at(&top[-1]) < 0 ? -1 : pin_inside(top[-1]);
         }
         return 0;
-    case DO_READ_GLOBAL: {
-        PyObject *name = PyTuple_GET_ITEM(code->co_names, arg);
-        PyObject *globals = frame->f_globals;
-        if (is_users) {
-            return read_place(level, GLOBAL, globals, name);
-        }
-        return note_read(GLOBAL, globals, name) < 0 ? -1 : 0;
-    }
+    case DO_READ_GLOBAL:
+        return read_place(level, GLOBAL, frame->f_globals, PyTuple_GET_ITEM(code->co_names, arg));
     case DO_READ_NAME: {
         PyObject *name = PyTuple_GET_ITEM(code->co_names, arg);
         return is_users ? read_place(level, GLOBAL, frame->f_globals, name) : 0;
