@@ -357,7 +357,9 @@ class Builder:
             options = inductor_options(preparation.num_threads)
             self._has_prepared = True
             process = self._start(cache)
-            self._send(process, {"id": 0, "options": options})
+            # In the cache, which removes what a killed process leaves there.
+            directory = str(cache.temporary_directory())
+            self._send(process, {"id": 0, "options": options, "directory": directory})
             with self._while_building(), selectors.DefaultSelector() as selector:
                 assert process.stdout is not None
                 selector.register(process.stdout.fileno(), selectors.EVENT_READ)

@@ -19,7 +19,6 @@ The changes are made in this process only, which does nothing but build:
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,12 +61,12 @@ def compile_graph(
     torch._inductor.aot_compile(graph, tuple(inputs), options=options)
 
 
-def prepare(options: Mapping[str, Any]) -> None:
+def prepare(options: Mapping[str, Any], directory: Path) -> None:
     """Do what the first build would do for all builds: import, read patterns, compile headers.
 
-    Starts the compilers and does not wait for them.
+    Starts the compilers and does not wait for them. Leaves files in `directory` that nobody needs.
     """
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as directory, compilers.preparing():
+    with warnings.catch_warnings(), compilers.preparing():
         warnings.simplefilter("ignore")
         x = torch.empty(8, 8)
         graph = make_fx(
@@ -75,7 +74,7 @@ def prepare(options: Mapping[str, Any]) -> None:
             decomposition_table=dict(decompositions()),
             tracing_mode="fake",
         )(x)
-        compile_graph(graph, [x], {**options, "aot_inductor.output_path": str(Path(directory) / LIBRARY)})
+        compile_graph(graph, [x], {**options, "aot_inductor.output_path": str(directory / LIBRARY)})
 
 
 def _change_torch() -> None:

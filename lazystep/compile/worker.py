@@ -20,6 +20,7 @@ import ctypes
 import json
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -64,7 +65,11 @@ def _prepare(request: dict[str, Any]) -> dict[str, Any]:
     from . import lower, scalars, symbolic  # noqa: F401
     from .inductor import prepare
 
-    prepare(_options(request))
+    directory = Path(request["directory"])
+    try:
+        prepare(_options(request), directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
     return {}
 
 

@@ -7,6 +7,9 @@ doors between lazy tensors and facades.
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch.utils._pytree import tree_map
 from ..decide.facts import is_composite
 from ..program.own_ops import LSTM_LAYER_WITHOUT_GRAD
 from ..record._recorder import cast_to_lower
-from ..record.tensor import DEVICE, is_lazy
+from ..record.tensor import DEVICE, handle_of, is_lazy
 from .cpu_branch import run_composite
 from .host import from_host
 from .sparse import set_metadata
@@ -108,16 +111,17 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Facade to lazy; the gradient goes back in."""
+    """Facade to lazy; the gradient goes back in. `kept` lives as long as the graph."""
 
     @staticmethod
-    def forward(ctx: Any, facade: Any) -> Any:
+    def forward(ctx: Any, facade: Any, kept: object = None) -> Any:
+        ctx.kept = kept
         # A composite may return a tensor that it made on the CPU itself.
         return facade._lazy.detach() if type(facade) is CpuFacade else from_host(facade)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Enter.apply(grad)
+        return _Enter.apply(grad), None
 
 
 def _enter(tensor: torch.Tensor) -> Any:
@@ -127,6 +131,40 @@ def _enter(tensor: torch.Tensor) -> Any:
     return _facade(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
+# By thread and weight: the weight, and its facade in a graph that still lives.
+_Known = tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]
+_weights: dict[tuple[int, int], _Known] = {}
+
+
+def _enter_weight(weight: torch.Tensor) -> Any:
+    """The facade of an argument. For a weight it is the same one as long as a graph with it lives.
+
+    Eager adds the gradients of all uses of a weight in the order in which they arrive. With a facade for each
+    call of a layer, they would be added call by call, and the sum would differ in its last bits.
+    """
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+        return _enter(weight)
+    key = threading.get_ident(), id(weight)
+    known = _weights.get(key)
+    facade = known[1]() if known is not None and known[0]() is weight else None
+    if facade is None or not _is_same(facade._lazy, weight):
+        facade = _enter(weight)
+        forget = functools.partial(_forget, key)
+        _weights[key] = weakref.ref(weight, forget), weakref.ref(facade, forget)
+    return facade
+
+
+def _forget(key: tuple[int, int], dead: weakref.ref[Any]) -> None:
+    if dead in _weights.get(key, ()):
+        del _weights[key]
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements. `weight.data = ...` gives a weight others."""
+    own, other = handle_of(a), handle_of(b)
+    return own.memory is other.memory and own.type is other.type
+
+
 def _on_facades(func: Any) -> Callable[..., Any]:
     """A kernel for the composite `func` that takes the branch of CPU tensors."""
 
@@ -134,9 +172,10 @@ def _on_facades(func: Any) -> Callable[..., Any]:
         # Without the cache, eager casts a weight in each time step and adds gradients in its own type.
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
             args = _with_kept_casts(func, args)
-        args, kwargs = tree_map(lambda arg: _enter(arg) if is_lazy(arg) else arg, (args, kwargs))
+        args, kwargs = tree_map(lambda arg: _enter_weight(arg) if is_lazy(arg) else arg, (args, kwargs))
         out = run_composite(func, args, kwargs)
-        return tree_map(lambda t: _Leave.apply(t) if isinstance(t, torch.Tensor) else t, out)
+        entered = args, kwargs
+        return tree_map(lambda t: _Leave.apply(t, entered) if isinstance(t, torch.Tensor) else t, out)
 
     return kernel
 

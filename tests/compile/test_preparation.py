@@ -147,7 +147,9 @@ def test_cache_knows_whether_it_is_empty() -> None:
 
 
 def test_preparing_starts_the_compilers_and_ends_without_an_error(tmp_path: Path) -> None:
-    options = json.dumps({"id": 0, "options": inductor_options(1)})
+    directory = tmp_path / "own"
+    directory.mkdir()
+    request = json.dumps({"id": 0, "options": inductor_options(1), "directory": str(directory)})
     environ = {
         **os.environ,
         "LAZYSTEP_HEADER_DIR": str(tmp_path),
@@ -159,11 +161,12 @@ def test_preparing_starts_the_compilers_and_ends_without_an_error(tmp_path: Path
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(options.encode() + b"\n")
+        process.stdin.write(request.encode() + b"\n")
         process.stdin.flush()
         answer = json.loads(process.stdout.readline())
     finally:
         builder_module._send_kill(process)  # the compilers, too: they are not waited for
         process.communicate()
     assert "error" not in answer
+    assert not directory.exists()
     assert any(tmp_path.glob("**/*.lock")), "no compiler was started"
