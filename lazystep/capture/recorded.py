@@ -40,7 +40,7 @@ from .stored_numbers import StoredNumbers
 from .surroundings import Surroundings, TensorFacts
 from .testimony import Testimony
 from .traced import Expression, Trace, is_traced, plain, sources_in
-from .values import is_simple
+from .values import copy_of, is_simple
 from .witness import Witness
 
 _DISTURBED = "another thread recorded ops or ended a step during the call"
@@ -263,7 +263,7 @@ class RecordedCall:
             self.program = RecordedProgram(cut.known, variant, list(cut.inputs), list(outputs))
             for position, handle in enumerate(self.program.inputs):
                 if handle.run is None and handle.tensor is not None and handle not in self._handles_before:
-                    self.constants[position] = handle.tensor.clone()
+                    self.constants[position] = copy_of(handle.tensor)
         else:
             self._cuts.append(user_line(2))
         found = [self.trace.find(value) for value in scalars]

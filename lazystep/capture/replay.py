@@ -37,7 +37,7 @@ from .recipes import Context, NotReplayableError, Recipe, Recipes, UnsettledErro
 from .recorded import RecordedCall
 from .surroundings import TensorFacts
 from .traced import Expression, sources_in
-from .values import CONTAINERS
+from .values import CONTAINERS, copy_of
 
 
 class Replay:
@@ -144,7 +144,7 @@ class Replay:
                     self._constants.append((position, adopt_host_tensor(constant)))
                 else:
                     fresh[now] = len(self._fresh)
-                    self._fresh.append((position, constant.clone))
+                    self._fresh.append((position, functools.partial(copy_of, constant)))
                     lasting.pop()
         self._pattern = self._memory_pattern(lasting)
         # Arguments whose place in memory the step has asked for.
@@ -258,7 +258,7 @@ class Replay:
         memory = call.program.inputs[position].memory
         if sum(handle.memory == memory for handle in call.program.inputs) > 1:
             raise NotReplayableError(f"the tensor taken by {user} shares memory; make it an argument")
-        return now.clone()
+        return copy_of(now)
 
     def _is_lasting(self, position: int) -> bool:
         """Whether the input keeps its values: the step does not write it, and no output shares its memory."""

@@ -151,3 +151,15 @@ def describe(value: Any) -> str:
     # Not its text: that may run the user's code.
     is_named = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
     return str(value.__name__) if is_named else f"a {type(value).__name__}"
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, with the strides and the offset of the original. `clone` may change them."""
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype)
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        torch._C._set_conj(copy, True)
+    if tensor.is_neg():
+        torch._C._set_neg(copy, True)
+    return copy

@@ -71,7 +71,8 @@ def _empty(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
         handle = adopt_host_tensor(out)
         handle.pristine = out.layout is torch.strided
     tensor = wrap_any(handle)
-    _tell_observer(handle, torch.empty_like, (tensor,), {})
+    # Again means memory with these strides. `empty_like` would give it others where elements are not dense.
+    _tell_observer(handle, lambda memory: memory, (tensor,), {})
     return tensor
 
 

@@ -502,7 +502,11 @@ def test_two_processes_write_to_one_place(tmp_path: Path) -> None:
 
         files = Counting(disturb)
         for step in range(1, 6):
-            write(tmp_path / "c", step, files, keep=3)
+            try:
+                write(tmp_path / "c", step, files, keep=3)
+            except checkpoint.CheckpointError as error:
+                if "later steps have been written" not in str(error):  # the other process is that far ahead
+                    raise
 
     children = []
     for is_killed in (False, True):

@@ -116,7 +116,7 @@ def test_replays_and_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return execute(run)
 
     monkeypatch.setattr(Run, "execute", execute_when_awaited)
-    for name in ("_wait_for_ends", "_wait_in_python"):
+    for name in ("_wait_without_python", "_wait_in_python"):
         block = getattr(runtime.executor, name)
 
         def note_and_block(condition: Any, block: Any = block) -> Any:
