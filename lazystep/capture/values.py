@@ -154,7 +154,7 @@ def describe(value: Any) -> str:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own, with the strides and the offset of the original. `clone` may change them."""
+    """A copy in memory of its own, with the original's strides and offset, which `clone` may change."""
     storage = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype)
     copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
