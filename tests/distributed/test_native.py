@@ -524,6 +524,7 @@ def chain_steps(world: World) -> dict[str, Any]:
         losses += [train() for _ in range(3)]
         results = [*losses, *ddp.parameters()]
         found["total"] = total.tolist()
+        lazystep.wait_device_ops()  # ranks agree when a step begins
         found["agreements"] = counters()["program_agreements"]
     with config.override(tier="reference"):
         train, ddp = captured_step(world)
