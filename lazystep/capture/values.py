@@ -155,9 +155,10 @@ def describe(value: Any) -> str:
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in memory of its own, with the original's strides and offset, which `clone` may change."""
-    storage = tensor.untyped_storage().clone()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # not the default device of the step
-    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    # On its own device, whatever is the default in the step.
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(data.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         torch._C._set_conj(copy, True)
     if tensor.is_neg():

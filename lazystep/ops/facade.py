@@ -111,7 +111,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Facade to lazy; the gradient goes back in. `kept` lives as long as the graph."""
+    """Facade to lazy; the gradient goes back in. `kept` lives until then, or as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, facade: Any, kept: object = None) -> Any:
@@ -121,6 +121,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        ctx.kept = None  # a loss that is kept must not keep more than its value
         return _Enter.apply(grad), None
 
 
@@ -136,8 +137,8 @@ _Known = tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]
 _weights: dict[tuple[int, int], _Known] = {}
 
 
-def _enter_weight(weight: torch.Tensor) -> Any:
-    """The facade of an argument. For a weight it is the same one as long as a graph with it lives.
+def _enter_argument(weight: torch.Tensor, weights: list[Any]) -> Any:
+    """The facade of an argument. For a weight it is the same one in a graph, and is added to `weights`.
 
     Eager adds the gradients of all uses of a weight in the order in which they arrive. With a facade for each
     call of a layer, they would be added call by call, and the sum would differ in its last bits.
@@ -151,6 +152,7 @@ def _enter_weight(weight: torch.Tensor) -> Any:
         facade = _enter(weight)
         forget = functools.partial(_forget, key)
         _weights[key] = weakref.ref(weight, forget), weakref.ref(facade, forget)
+    weights.append(facade)
     return facade
 
 
@@ -172,10 +174,12 @@ def _on_facades(func: Any) -> Callable[..., Any]:
         # Without the cache, eager casts a weight in each time step and adds gradients in its own type.
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
             args = _with_kept_casts(func, args)
-        args, kwargs = tree_map(lambda arg: _enter_weight(arg) if is_lazy(arg) else arg, (args, kwargs))
+        weights: list[Any] = []
+        args, kwargs = tree_map(
+            lambda arg: _enter_argument(arg, weights) if is_lazy(arg) else arg, (args, kwargs)
+        )
         out = run_composite(func, args, kwargs)
-        entered = args, kwargs
-        return tree_map(lambda t: _Leave.apply(t, entered) if isinstance(t, torch.Tensor) else t, out)
+        return tree_map(lambda t: _Leave.apply(t, weights) if isinstance(t, torch.Tensor) else t, out)
 
     return kernel
 
