@@ -66,8 +66,8 @@ struct ReadyCall {
   // `arguments`: all that the library takes, None for tensors that each run has its own of; `own`: examples of these, in
   // the order in which a run gives them, with their number among the arguments. `floats`, `ints`: the tensors with the
   // numbers, and where in a run's list the numbers are. `fixed`: numbers that are part of the library, and their places.
-  // `returned`: examples of the results. `threads`: on how many it runs. `agreements`: the groups that it communicates in, and the number of the
-  // collectives that their ranks must have agreed on.
+  // `returned`: examples of the results. `threads`: on how many it runs. `agreements`: the groups that it communicates
+  // in, and the number of the collectives that their ranks must have agreed on.
   ReadyCall(
       std::shared_ptr<Library> library, const std::vector<std::optional<at::Tensor>>& arguments,
       const std::vector<std::pair<size_t, at::Tensor>>& own, at::Tensor floats, const std::vector<size_t>& floats_at,
